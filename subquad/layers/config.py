@@ -1,0 +1,176 @@
+"""`MixerConfig`: the parts a token mixer is built from. A preset (see `presets.py`) is a filled-in `MixerConfig`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from subquad.errors import ConfigError
+
+MAX_TAYLOR_ORDER = 10
+LINEAR_MAX_ORDER = 2
+
+
+class MixerConfig(BaseModel):
+    """The parts of one token mixer (`docs/mixers.md` lists every known system as such a config).
+
+    With `x_ts = scale * q_t . k_s` and `L_ts` the sum of the log decays after `s` up to `t`, the weight of token `s` is
+    `w_ts = score(x_ts) * exp(L_ts)`. With `window = W > 0` the last W tokens and the first `sinks` tokens are scored
+    exactly as the teacher does (softmax) and share one normaliser with the rest, the *far part*, which is the mixer
+    run on the stream of keys, values and decays delayed by W tokens. Where the mixer has no sum of weights to share
+    (normaliser other than `sum`), its output is added to the window's with a learned per-head weight.
+
+    Attributes:
+        score: `power` is `x**order`, `taylor` is `sum_{i<=order} x**i / i!`, `exp` is `e**x`, `softmax` keeps the
+            teacher's own attention untouched.
+        order: degree of `power` and `taylor`; linear time up to 2, quadratic above (at most 10).
+        feature_map: applied to q and k before the score.
+        feature_dim: width of a learned feature map (`feature_map="learned"` only).
+        scale: factor on q.k before the score; None is `head_dim ** -0.5`.
+        score_clamp: upper bound of the score of `exp`, None for no bound.
+        decay: form of the per-token, per-key/value-head decay.
+        decay_timescale: (shortest, longest) start of the decay's time constant in tokens, log-spaced over the heads;
+            None is (64, context length). The start weight is zero, so the start does not depend on the token.
+        conv_width: width of the depthwise causal convolution on q, k, v before RoPE; 1 is none. Identity at start.
+            With a window it acts on the far part only, so that the window stays exact.
+        conv_activation: activation after the convolution.
+        value_step: factor on v: `softplus(W x + b)` per key/value head, or Cottention's `s ** -sigmoid(m)`.
+        normaliser: `sum` divides by the sum of weights, `rms` is an RMS norm over the concatenated heads, the `head_*`
+            ones normalise the numerator per head, `count` divides by the number of visible tokens.
+        output_gate: gate on the mixer's output, from the layer's input.
+        skip: learned per-head skip connection from v.
+        qk_norm: RMS norm on q and k.
+        kv_shift: data-dependent token shift on k and v (Forgetting Transformer Pro).
+        rope: whether the mixer's q and k carry the teacher's rotary embedding (a window always does).
+        offset: learned per-head constant c added to the score before a power: `(x + c) ** order`.
+        temperature: learned per-head factor on the score.
+        qk_maps: learned head_dim x head_dim maps per head on the far part's q and k (identity at start, mergeable).
+        window: number of last tokens scored exactly; 0 is the pure mixer of the papers.
+        sinks: number of first tokens of a document scored exactly and never decayed.
+        mix_reference: unit of the far part's weight. `near`: far weights are multiples of the window's own mass
+            (robust where logits are large); `absolute`: the score as it is.
+        exact_kv_heads: key/value heads of this layer that stay exact softmax over all tokens.
+        causal: whether a token sees only itself and the past.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    score: Literal["power", "taylor", "exp", "softmax"]
+    order: Annotated[int, Field(ge=0, le=MAX_TAYLOR_ORDER)] = 2
+    feature_map: Literal["identity", "relu", "elu", "cosine", "learned"] = "identity"
+    feature_dim: Annotated[int, Field(ge=1)] | None = None
+    scale: Annotated[float, Field(gt=0)] | None = None
+    score_clamp: float | None = None
+    decay: Literal["none", "softplus", "logsigmoid", "mamba2"] = "none"
+    decay_timescale: tuple[float, float] | None = None
+    conv_width: Annotated[int, Field(ge=1, le=8)] = 1
+    conv_activation: Literal["none", "silu"] = "none"
+    value_step: Literal["none", "softplus", "position"] = "none"
+    normaliser: Literal["sum", "none", "rms", "gated_rms", "head_l2", "head_rms", "head_layer", "count"] = "sum"
+    output_gate: Literal["none", "sigmoid", "silu"] = "none"
+    skip: bool = False
+    qk_norm: bool = False
+    kv_shift: bool = False
+    rope: Literal["keep", "drop"] = "keep"
+    offset: bool = False
+    temperature: bool = False
+    qk_maps: bool = False
+    window: Annotated[int, Field(ge=0)] = 0
+    sinks: Annotated[int, Field(ge=0)] = 0
+    mix_reference: Literal["near", "absolute"] = "near"
+    exact_kv_heads: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    causal: bool = True
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> MixerConfig:
+        problems = self.impossible()
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def impossible(self) -> list[str]:
+        """Return the reasons why these parts cannot go together (empty when they can)."""
+        problems = []
+        if self.offset and not (self.score == "power" and self.order == 2):
+            problems.append(f"offset: true needs score: power with order: 2 (got {self.score}, order {self.order})")
+        if self.score_clamp is not None and self.score != "exp":
+            problems.append(f"score_clamp is for score: exp (got score: {self.score})")
+        if (self.feature_dim is not None) != (self.feature_map == "learned"):
+            problems.append("feature_dim goes with feature_map: learned, and only with it")
+        if self.decay_timescale is not None:
+            short, long = self.decay_timescale
+            if self.decay == "none":
+                problems.append("decay_timescale is set but decay is none")
+            if not 0 < short <= long:
+                problems.append(f"decay_timescale must be (shortest, longest) with 0 < shortest <= longest, got {short, long}")
+        if self.sinks and not self.window:
+            problems.append(f"sinks: {self.sinks} needs window > 0: sinks share the window's softmax")
+        if len(set(self.exact_kv_heads)) != len(self.exact_kv_heads):
+            problems.append(f"exact_kv_heads has duplicates: {list(self.exact_kv_heads)}")
+        return problems
+
+    def not_built(self) -> list[str]:
+        """Return the parts of this config that have no implementation yet (empty when it can run)."""
+        parts = []
+        if self.score == "exp":
+            parts.append("score: exp")
+        for name, built in _BUILT.items():
+            value = getattr(self, name)
+            if value not in built:
+                parts.append(f"{name}: {str(value).lower()}")
+        if self.score_clamp is not None:
+            parts.append("score_clamp")
+        return parts
+
+    @property
+    def linear(self) -> bool:
+        """Whether the far part has a fixed-size state (score of degree at most 2)."""
+        return self.score in ("power", "taylor") and self.order <= LINEAR_MAX_ORDER
+
+    @property
+    def normalised(self) -> bool:
+        """Whether the output is divided by the sum of weights."""
+        return self.normaliser == "sum"
+
+    def score_orders(self) -> tuple[int, ...]:
+        """Return the powers of x whose state rows are kept, lowest first."""
+        if self.score == "power":
+            return tuple(range(self.order + 1)) if self.offset else (self.order,)
+        return tuple(range(self.order + 1))
+
+
+_BUILT: dict[str, tuple[object, ...]] = {
+    "feature_map": ("identity",),
+    "decay": ("none", "softplus"),
+    "conv_activation": ("none",),
+    "value_step": ("none", "softplus"),
+    "normaliser": ("sum", "none", "rms"),
+    "output_gate": ("none",),
+    "skip": (False,),
+    "qk_norm": (False,),
+    "kv_shift": (False,),
+    "causal": (True,),
+}
+
+
+def parse_mixer(value: dict[str, object]) -> MixerConfig:
+    """Build a `MixerConfig` from a plain mapping.
+
+    Args:
+        value: Field names to values, as found in a recipe or a checkpoint's config.
+
+    Returns:
+        The validated config.
+
+    Raises:
+        ConfigError: Unknown keys, values out of range or an impossible combination, all in one message.
+    """
+    try:
+        return MixerConfig.model_validate(value)
+    except ValidationError as error:
+        lines = []
+        for item in error.errors():
+            where = ".".join(str(part) for part in item["loc"]) or "mixer"
+            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r})")
+        raise ConfigError("mixer is not valid:\n  " + "\n  ".join(lines)) from error

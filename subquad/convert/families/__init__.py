@@ -1,0 +1,38 @@
+"""Model families that can be converted. A new one is a file with its names and one entry in `FAMILIES`."""
+
+from __future__ import annotations
+
+from subquad.convert.families.base import Family
+from subquad.convert.families.llama import LLAMA
+from subquad.errors import SourceError
+
+FAMILIES: tuple[Family, ...] = (LLAMA,)
+
+__all__ = ["FAMILIES", "Family", "find_family"]
+
+
+def find_family(model_type: str | None, architecture: str | None = None, source: str = "this model") -> Family:
+    """Return the family of a checkpoint.
+
+    Args:
+        model_type: `model_type` of its config, or `general.architecture` of its GGUF metadata.
+        architecture: First entry of the config's `architectures`; None skips that check.
+        source: What to call the checkpoint in the message.
+
+    Returns:
+        The family.
+
+    Raises:
+        SourceError: No family has these names; the message lists the supported ones.
+    """
+    for family in FAMILIES:
+        if model_type == family.student_model_type:
+            raise SourceError(
+                f"{source} is already a subquad student (model_type {model_type!r}). Evaluate, generate with or distil "
+                "it directly, or give the teacher it came from."
+            )
+        if model_type == family.model_type and architecture in (None, family.architecture):
+            return family
+    supported = ", ".join(f"{family.architecture} (model_type {family.model_type!r})" for family in FAMILIES)
+    found = f"{architecture or 'no architecture'} (model_type {model_type!r})"
+    raise SourceError(f"{source} is a {found}, which cannot be converted. Supported: {supported}.")

@@ -1,0 +1,145 @@
+"""`poly_attention`: the polynomial-score op with decay, in whichever form is cheapest."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.kernels.checks import check_coefs, check_form, check_shapes, check_state
+from subquad.kernels.chunked import chunked_attention
+from subquad.kernels.cost import DEFAULT_CHUNK_SIZE, cheapest_form
+from subquad.kernels.decay import split_resets
+from subquad.kernels.inputs import PolyInputs
+from subquad.kernels.normalise import guarded_division, normaliser_bound
+from subquad.kernels.recurrent import recurrent_step
+from subquad.kernels.reference import quadratic_attention
+from subquad.kernels.state import MAX_STATE_ORDER, Coefs, PolyState, active_orders
+
+Form = Literal["auto", "quadratic", "chunked", "recurrent"]
+
+
+class PolyAttentionOutput(NamedTuple):
+    """What `poly_attention` returns.
+
+    Attributes:
+        out: `[B, Tq, H, e]`, q's dtype.
+        normaliser: `[B, Tq, H]`, the sum of weights before any guard; float32 (float64 for float64 inputs).
+        final_state: the state after the last key, or None if not asked for.
+    """
+
+    out: Tensor
+    normaliser: Tensor
+    final_state: PolyState | None
+
+
+def poly_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    coefs: Coefs,
+    scale: float | None = None,
+    key_weight: Tensor | None = None,
+    normalize: bool = True,
+    initial_state: PolyState | None = None,
+    output_final_state: bool = False,
+    chunk_size: int | None = None,
+    form: Form = "auto",
+) -> PolyAttentionOutput:
+    """Attend causally with a polynomial of the score as weight.
+
+    `w_ts = sum_n coefs[n] (scale q_t . k_s)**n key_weight_s exp(L_ts)`, `L_ts` the sum of `log_decay` after s up to t;
+    `out_t = sum_s w_ts v_s / sum_s w_ts`. Orders 1 and 2 with decay: Mongaras & Larson, 2Mamba2Furious (arXiv 2602.17363);
+    the truncated Taylor series: On the Expressiveness of Softmax Attention (arXiv 2507.23632). All forms compute the same
+    values and gradients. Runs in float32 whatever the inputs' dtype and whatever autocast says (float64 for float64).
+
+    Args:
+        q: `[B, Tq, H, d]`. With `Tq < T` the queries are the last positions: query i is at key position `T - Tq + i`.
+        k: `[B, T, Hkv, d]`; query head h uses key/value head `h // (H // Hkv)`.
+        v: `[B, T, Hkv, e]`.
+        log_decay: `[B, T, Hkv]`, natural log of each token's decay, <= 0 and not cumulated (values above 0 count as 0);
+            -inf is a reset: the token and those after it see nothing from before it. None is no decay.
+        coefs: One entry per power 0, 1, 2, … (up to 10): a float, or a tensor `[H]` per query head. An exact float 0.0
+            means that the power has no state rows.
+        scale: Factor on `q . k`; None is `d ** -0.5`.
+        key_weight: `[B, T, Hkv]`, >= 0; 0 means that the token is not written. None is 1.
+        normalize: Whether to divide by the sum of weights. A sum nearer to 0 than 1e-6 of its bound is moved there
+            (powers up to 2; see `normalise.py`); a row that sees no key gives 0.
+        initial_state: State before the first key; powers up to 2 only.
+        output_final_state: Whether to return the state after the last key; powers up to 2 only.
+        chunk_size: Tokens per chunk of the chunked form; None is 128.
+        form: `quadratic`: the definition, O(Tq T), any power. `chunked`: O(T), powers up to 2. `recurrent`: one token,
+            `Tq = T = 1`. `auto`: recurrent for one token with a state, quadratic for powers above 2, else whichever of
+            quadratic and chunked needs fewer operations (`cost.py`).
+
+    Returns:
+        `out` (the numerator when `normalize=False`) in q's dtype, the normaliser and the final state.
+
+    Raises:
+        ConfigError: Shapes, coefficients, state or form that do not fit together.
+    """
+    check_shapes(q, k, v, log_decay, key_weight)
+    check_coefs(coefs, q.shape[2])
+    orders = active_orders(coefs)
+    needs_state = initial_state is not None or output_final_state
+    check_form(form, orders, q.shape[1], k.shape[1], needs_state, chunk_size)
+    if initial_state is not None:
+        check_state(initial_state, k, v, orders)
+    chunk_size = chunk_size or DEFAULT_CHUNK_SIZE
+    # The op keeps its own precision inside a caller's autocast region.
+    with torch.autocast(q.device.type, enabled=False):
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        inputs = _prepare(q, k, v, log_decay, coefs, orders, scale, key_weight, initial_state)
+        if form == "auto":
+            form = cheapest_form(inputs, chunk_size, output_final_state)
+        if form == "recurrent":
+            joined, final_state = recurrent_step(inputs, output_final_state)
+        elif form == "chunked":
+            joined, final_state = chunked_attention(inputs, chunk_size, output_final_state)
+        else:
+            joined, final_state = quadratic_attention(inputs, output_final_state)
+        out, normaliser = joined[..., :-1], joined[..., -1]
+        if normalize:
+            bound = normaliser_bound(inputs) if orders[-1] <= MAX_STATE_ORDER else None
+            out = guarded_division(out, normaliser, bound)
+        out = out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
+        return PolyAttentionOutput(out, normaliser.permute(0, 3, 1, 2).flatten(2, 3), final_state)
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    coefs: Coefs,
+    orders: tuple[int, ...],
+    scale: float,
+    key_weight: Tensor | None,
+    initial_state: PolyState | None,
+) -> PolyInputs:
+    dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    num_kv_heads = k.shape[2]
+    grouped = (num_kv_heads, q.shape[2] // num_kv_heads)
+    weight = k.new_ones(k.shape[:3], dtype=dtype) if key_weight is None else key_weight.to(dtype)
+    weight = weight.transpose(1, 2).unsqueeze(-1)
+    values = torch.cat([v.to(dtype).transpose(1, 2) * weight, weight], dim=-1)
+    if log_decay is None:
+        finite, resets = weight.new_zeros(weight.shape[:3]), weight.new_zeros(weight.shape[:3], dtype=torch.bool)
+    else:
+        finite, resets = split_resets(log_decay.to(dtype).transpose(1, 2))
+    heads = [torch.as_tensor(coefs[order], dtype=dtype, device=q.device).expand(q.shape[2]) for order in orders]
+    if initial_state is not None:
+        initial_state = PolyState(*(part.to(dtype) for part in initial_state))
+    return PolyInputs(
+        q=(q.to(dtype) * scale).unflatten(2, grouped).permute(0, 2, 3, 1, 4),
+        k=k.to(dtype).transpose(1, 2),
+        v=values,
+        log_decay=finite,
+        resets=resets,
+        coefs=torch.stack(heads).unflatten(1, grouped),
+        orders=orders,
+        state=initial_state,
+    )

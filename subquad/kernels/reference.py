@@ -1,0 +1,55 @@
+"""The quadratic form: the definition of the op, any degree, differentiated by autograd."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from subquad.kernels.decay import chunk_decay
+from subquad.kernels.inputs import PolyInputs
+from subquad.kernels.state import PolyState, join_state, key_features, query_features, split_state
+
+
+def polynomial(x: Tensor, coefs: Tensor, orders: tuple[int, ...]) -> Tensor:
+    """Evaluate `sum_n coefs_n x**n` by Horner's rule.
+
+    Args:
+        x: `[B, Hkv, G, Tq, T]`.
+        coefs: `[len(orders), Hkv, G]`.
+        orders: The powers, lowest first.
+
+    Returns:
+        The shape of `x`.
+    """
+    by_order = {order: coef[:, :, None, None] for order, coef in zip(orders, coefs, strict=True)}
+    result = by_order[orders[-1]].expand_as(x)
+    for order in range(orders[-1] - 1, -1, -1):
+        result = result * x
+        if order in by_order:
+            result = result + by_order[order]
+    return result
+
+
+def quadratic_attention(inputs: PolyInputs, output_final_state: bool) -> tuple[Tensor, PolyState | None]:
+    """Compute every pair's weight: `O(Tq T)` time and memory.
+
+    Args:
+        inputs: The op's inputs; `Tq <= T`, the queries being the last positions.
+        output_final_state: Whether to return the state after the last key (powers up to 2 only).
+
+    Returns:
+        Numerator and, as last column, normaliser `[B, Hkv, G, Tq, e + 1]`; the final state or None.
+    """
+    q, k, v = inputs.q, inputs.k, inputs.v
+    decay = chunk_decay(inputs.log_decay, inputs.resets, q.shape[-2])
+    score = polynomial(q @ k.mT.unsqueeze(2), inputs.coefs, inputs.orders)
+    out = (score * decay.pair.unsqueeze(2)) @ v.unsqueeze(2)
+    before = None if inputs.state is None else join_state(inputs.state)
+    if before is not None:
+        features = query_features(q, inputs.coefs.unsqueeze(-1), inputs.orders)
+        out = out + features @ before.unsqueeze(2) * decay.from_start[:, :, None, :, None]
+    if not output_final_state:
+        return out, None
+    state = key_features(k, inputs.orders).mT @ (v * decay.to_end.unsqueeze(-1))
+    if before is not None:
+        state = state + before * decay.total[..., None, None]
+    return out, split_state(state)

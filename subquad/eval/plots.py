@@ -1,0 +1,184 @@
+"""The plots of a report: training curves, loss by position, memory over length. All are drawn from files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from subquad.eval.results import LOSS_LABELS, CacheTable, PositionLoss, Results
+from subquad.eval.style import (
+    BLACK,
+    BLUE,
+    GREY,
+    ORANGE,
+    SERIES,
+    format_bytes,
+    format_positions,
+    new_figure,
+    save_figure,
+)
+from subquad.eval.training_log import TrainingCurve
+
+STAGE_LABELS = {
+    "stage1": ("Stage 1: each layer matches its teacher", "Normalised output error (share of teacher's variance)"),
+    "stage2": ("Stage 2: the model matches its teacher", "Distillation loss (nats per token)"),
+}
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot on disk.
+
+    Attributes:
+        path: The PNG.
+        alt: What it shows, for a reader who does not see it.
+        caption: What to take from it.
+    """
+
+    path: Path
+    alt: str
+    caption: str
+
+
+def write_plots(results: Results, curves: Sequence[TrainingCurve], folder: Path) -> list[Plot]:
+    """Draw every plot the results have data for.
+
+    Args:
+        results: The run's results.
+        curves: Training curves of the stages.
+        folder: Where the PNG files go; created if missing.
+
+    Returns:
+        The plots, in the order of the report.
+    """
+    plots = []
+    if len(results.by_position) > 1:
+        plots.append(plot_loss_by_position(results.by_position, folder / "loss_by_position.png"))
+    if results.cache_bytes is not None:
+        plots.append(plot_memory(results.cache_bytes, folder / "memory.png"))
+    for curve in curves:
+        if len(curve.steps) > 1:
+            plots.append(plot_training(curve, folder / f"training_{curve.stage}.png"))
+    return plots
+
+
+def plot_training(curve: TrainingCurve, path: Path) -> Plot:
+    """Draw the training loss of a stage over steps, with a running mean where there are enough steps.
+
+    Args:
+        curve: The curve.
+        path: PNG to write.
+
+    Returns:
+        The plot.
+    """
+    title, y_label = STAGE_LABELS.get(curve.stage, (f"Training: {curve.stage}", "Loss"))
+    figure, axes = new_figure(title, "Optimiser step", y_label)
+    losses = np.asarray(curve.losses)
+    width = max(1, len(losses) // 20)
+    axes.plot(curve.steps, losses, color=BLUE, linewidth=1, alpha=0.4 if width > 1 else 1.0, label="each log record")
+    if width > 1:
+        means = np.convolve(losses, np.ones(width) / width, mode="valid")
+        axes.plot(curve.steps[width - 1 :], means, color=BLUE, linewidth=2.2, label=f"mean of the last {width} records")
+        axes.legend(frameon=False, fontsize=10)
+    if losses.min() > 0 and losses.max() / losses.min() > 20:
+        axes.set_yscale("log")
+    axes.margins(x=0.02)
+    save_figure(figure, path)
+    alt = f"{title}: from {losses[0]:.4g} at step {curve.steps[0]} to {losses[-1]:.4g} at step {curve.steps[-1]}"
+    return Plot(path, alt, f"{alt}. Training batches differ, so single records scatter.")
+
+
+def plot_loss_by_position(buckets: Sequence[PositionLoss], path: Path) -> Plot:
+    """Draw the loss above the teacher's, by position in the document.
+
+    The losses themselves differ far more between positions than between models, so the plot shows the difference.
+
+    Args:
+        buckets: Losses by position.
+        path: PNG to write.
+
+    Returns:
+        The plot.
+    """
+    title = "What each model loses against the teacher, by position"
+    figure, axes = new_figure(title, "Position in the document (tokens)", "Loss above the teacher (nats per token)")
+    names = [name for name in LOSS_LABELS if all(name in bucket.loss for bucket in buckets)]
+    slots = range(len(buckets))
+    for name in names:
+        color, marker, dash = SERIES[name]
+        values = [bucket.loss[name] - bucket.loss["teacher"] for bucket in buckets]
+        axes.plot(slots, values, color=color, marker=marker, linestyle=dash, linewidth=2, label=LOSS_LABELS[name])
+    axes.set_xticks(list(slots), [format_positions(b.start, b.end).replace("-", "–\n") for b in buckets])
+    axes.legend(frameon=False, fontsize=10)
+    save_figure(figure, path)
+    caption = (
+        "Held-out loss minus the teacher's on the same tokens, in buckets of the number of tokens before the predicted "
+        "one. The teacher is the line at zero; lower is better."
+    )
+    return Plot(path, title, caption)
+
+
+def plot_memory(table: CacheTable, path: Path) -> Plot:
+    """Draw the bytes of the student's cache and of the key/value cache over length, with their crossover.
+
+    Args:
+        table: The bytes.
+        path: PNG to write.
+
+    Returns:
+        The plot.
+    """
+    title = "Memory held while generating"
+    figure, axes = new_figure(title, "Tokens in the context", "Cache size")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    for label, sizes, color, marker in (
+        ("Teacher: key/value cache", table.kv, BLACK, "o"),
+        ("Student: state, window and sinks", table.student, BLUE, "D"),
+    ):
+        lengths = sorted(sizes)
+        measured = [length for length in lengths if length in table.measured_lengths]
+        axes.plot(lengths, [sizes[n] for n in lengths], color=color, linewidth=2, label=label)
+        axes.plot(measured, [sizes[n] for n in measured], color=color, marker=marker, linestyle="none", markersize=7)
+    axes.plot([], [], color=GREY, marker="o", linestyle="none", label="measured on a real cache")
+    axes.plot([], [], color=GREY, linewidth=2, label="computed from the layers' sizes")
+    if table.crossover_length is not None:
+        _mark_crossover(axes, table)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_major_locator(LogLocator(base=4))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
+    axes.legend(frameon=False, fontsize=10, loc="upper left")
+    save_figure(figure, path)
+    return Plot(path, title, f"{crossover_sentence(table)} Batch of {table.batch_size}, {table.dtype} keys and values.")
+
+
+def crossover_sentence(table: CacheTable) -> str:
+    """Say in words from which length on the student needs less memory than the key/value cache."""
+    if table.crossover_length is None:
+        return "The student's cache never becomes smaller than the key/value cache."
+    return f"The student's cache is the smaller one from {table.crossover_length:,} tokens on."
+
+
+def _mark_crossover(axes: Axes, table: CacheTable) -> None:
+    length = table.crossover_length
+    lengths = sorted(table.student)
+    if length is None or not lengths[0] <= length <= lengths[-1]:
+        return
+    interpolate: Callable[..., float] = np.interp
+    size = 2 ** float(interpolate(np.log2(length), np.log2(lengths), [np.log2(table.student[n]) for n in lengths]))
+    axes.axvline(length, color=ORANGE, linestyle="--", linewidth=1.5)
+    axes.annotate(
+        f"crossover: {length:,} tokens",
+        (length, size),
+        xytext=(10, -26),
+        textcoords="offset points",
+        fontsize=10,
+        arrowprops={"arrowstyle": "-", "color": GREY},
+    )

@@ -1,0 +1,88 @@
+"""The headline of a report: what the losses say, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from subquad.eval.results import LossName, PairedDifference, Results
+
+_CLEAR = 2.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the losses of a run say.
+
+    Attributes:
+        headline: One sentence: does the student beat its own start and the window-only control?
+        details: The sentences behind it, each with its numbers.
+        success: Whether the student beats every control that was measured.
+    """
+
+    headline: str
+    details: list[str]
+    success: bool
+
+
+def judge(results: Results) -> Verdict:
+    """Say whether the distilled student beats its own start and the window-only control.
+
+    A difference below two standard errors (of the paired difference) counts as a tie, and a tie is not a win.
+
+    Args:
+        results: The run's results.
+
+    Returns:
+        The verdict.
+    """
+    rivals: dict[LossName, str] = {"student_start": "its own start", "window_only": "the window-only control"}
+    pairs = {name: results.difference("student", name) for name in rivals}
+    outcomes = {rivals[name]: _outcome(pair) for name, pair in pairs.items() if pair is not None}
+    details = [_sentence(rivals[name], pair) for name, pair in pairs.items() if pair is not None]
+    details += [
+        f"{label[0].upper()}{label[1:]} was not measured, so nothing is said about it."
+        for name, label in rivals.items()
+        if pairs[name] is None
+    ]
+    details += _gap_sentences(results)
+    success = bool(outcomes) and all(outcome == "beats" for outcome in outcomes.values())
+    return Verdict(_headline(outcomes), details, success)
+
+
+def _outcome(pair: PairedDifference) -> str:
+    if pair.standard_error is not None and abs(pair.difference) < _CLEAR * pair.standard_error:
+        return "ties with"
+    return "beats" if pair.difference < 0 else "does not beat"
+
+
+def _headline(outcomes: dict[str, str]) -> str:
+    if not outcomes:
+        return "Nothing to compare the student with was measured."
+    if len(set(outcomes.values())) == 1:
+        outcome = next(iter(outcomes.values()))
+        joint = " or " if outcome == "does not beat" else " and "
+        return f"The distilled student {outcome} {joint.join(outcomes)}."
+    clauses = [f"{outcome} {rival}" for rival, outcome in outcomes.items()]
+    return f"The distilled student {', but '.join(clauses)}."
+
+
+def _sentence(rival: str, pair: PairedDifference) -> str:
+    words = {
+        "beats": "lower than",
+        "does not beat": "higher than",
+        "ties with": "not clearly different from",
+    }[_outcome(pair)]
+    error = "" if pair.standard_error is None else f" ± {pair.standard_error:.4f}"
+    return f"Its loss is {words} that of {rival}: {pair.difference:+.4f}{error} nats per token (paired, same tokens)."
+
+
+def _gap_sentences(results: Results) -> list[str]:
+    loss = results.loss
+    sentences = [f"The teacher stays {loss.student - loss.teacher:+.4f} nats per token away."]
+    if loss.student <= loss.teacher:
+        sentences = [f"It is no worse than the teacher ({loss.student - loss.teacher:+.4f} nats per token)."]
+    if loss.gap_closed is not None and loss.gap_closed >= 0:
+        sentences.append(f"It closes {loss.gap_closed:.0%} of the gap between the window-only control and the teacher.")
+    elif loss.gap_closed is not None:
+        sentences.append(f"It is behind the window-only control by {-loss.gap_closed:.0%} of the gap to the teacher.")
+    return sentences

@@ -1,0 +1,76 @@
+"""What a recipe can get wrong only in view of the model's config or of the files it names."""
+
+from __future__ import annotations
+
+import glob
+import logging
+from typing import TYPE_CHECKING
+
+from subquad.convert.plan import plan_conversion
+from subquad.errors import ConfigError
+from subquad.recipes.schema import Recipe
+from subquad.recipes.sections import TextFiles
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+
+def check_recipe_against(recipe: Recipe, hf_config: PretrainedConfig) -> None:
+    """Check what depends on the model and on local files; call it before weights load.
+
+    Warns where training could not teach the far part anything, because no row is longer than the window.
+
+    Args:
+        recipe: the recipe.
+        hf_config: the teacher's config.
+
+    Raises:
+        ConfigError: every problem found: rows beyond the context, layers or heads the model does not have, parts that
+            are not built yet, text files that do not exist.
+        SourceError: the model is not of a family that can be converted.
+    """
+    problems = _length_problems(recipe, hf_config.max_position_embeddings) + _missing_files(recipe)
+    try:
+        plan_conversion(hf_config, recipe.convert.mixer, recipe.convert.layers)
+    except ConfigError as error:
+        problems.append(f"convert: {error}")
+    if problems:
+        listed = "\n".join(f"  {line}" for line in problems)
+        raise ConfigError(f"recipe {recipe.name} does not fit {recipe.model.source}:\n{listed}")
+    _warn_idle_far_part(recipe)
+
+
+def _length_problems(recipe: Recipe, context_length: int) -> list[str]:
+    lengths = {"data.seq_len": recipe.data.seq_len, "eval.seq_len": recipe.eval_seq_len}
+    return [
+        f"{name} is {seq_len}, beyond the model's context of {context_length}; lower it"
+        for name, seq_len in lengths.items()
+        if seq_len > context_length
+    ]
+
+
+def _missing_files(recipe: Recipe) -> list[str]:
+    problems = []
+    for part, source in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+        if isinstance(source, TextFiles):
+            problems += [
+                f"data.{part}.paths: no file matches {pattern!r}; give paths relative to the current folder"
+                for pattern in source.paths
+                if not glob.glob(pattern, recursive=True)
+            ]
+    return problems
+
+
+def _warn_idle_far_part(recipe: Recipe) -> None:
+    mixers = {"mixer": recipe.convert.mixer, **{f"layers.{spec}": m for spec, m in recipe.convert.layers.items()}}
+    for where, mixer in mixers.items():
+        if mixer.score != "softmax" and mixer.window >= recipe.data.seq_len:
+            logger.warning(
+                "convert.%s: the window of %d tokens covers whole rows (data.seq_len is %d), so its far part is not "
+                "trained; lower the window or raise seq_len",
+                where,
+                mixer.window,
+                recipe.data.seq_len,
+            )

@@ -1,0 +1,102 @@
+"""`Recipe`: everything one run depends on, validated as a whole before anything loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from subquad.errors import ConfigError
+from subquad.recipes.problems import describe_problems
+from subquad.recipes.sections import (
+    CalibrateSection,
+    ConvertSection,
+    DataSection,
+    EvalSection,
+    ModelSection,
+    Section,
+    Stage1Section,
+    Stage2Section,
+    TrainerSection,
+)
+
+
+class Recipe(Section):
+    """One run, from the teacher's checkpoint to the report.
+
+    Attributes:
+        name: name of the run; letters, digits, dot, dash and underscore.
+        seed: seed of the data order, of initialisation and of dropout.
+        output_dir: folder of the run; None is `runs/<name>`.
+        model: the teacher.
+        convert: the mixers.
+        calibrate: the closed-form start.
+        data: training and held-out text.
+        stage1: layer-local output matching.
+        stage2: end-to-end distillation.
+        trainer: how both stages run.
+        eval: what is measured.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    output_dir: str | None = None
+    model: ModelSection = ModelSection()
+    convert: ConvertSection = ConvertSection()
+    calibrate: CalibrateSection = CalibrateSection()
+    data: DataSection = DataSection()
+    stage1: Stage1Section = Stage1Section()
+    stage2: Stage2Section = Stage2Section()
+    trainer: TrainerSection = TrainerSection()
+    eval: EvalSection = EvalSection()
+
+    @model_validator(mode="after")
+    def _check_amounts(self) -> Recipe:
+        amounts = {
+            "calibrate.tokens": (self.calibrate.tokens if self.calibrate.enabled else 0, self.data.seq_len),
+            "stage1.tokens": (self.stage1.tokens, self.data.seq_len),
+            "stage2.tokens": (self.stage2.tokens, self.data.seq_len),
+            "eval.tokens": (self.eval.tokens, self.eval_seq_len),
+        }
+        problems = [
+            f"{name} is {tokens}, less than one row of {seq_len} tokens; raise it or lower seq_len"
+            for name, (tokens, seq_len) in amounts.items()
+            if 0 < tokens < seq_len
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run."""
+        return Path(self.output_dir) if self.output_dir is not None else Path("runs") / self.name
+
+    @property
+    def eval_seq_len(self) -> int:
+        """Tokens per held-out row."""
+        return self.eval.seq_len or self.data.seq_len
+
+
+def parse_recipe(content: dict[str, Any], *, origin: str = "recipe") -> Recipe:
+    """Validate a recipe given as a plain mapping.
+
+    Args:
+        content: what the YAML file holds.
+        origin: where it came from, for the message.
+
+    Returns:
+        The recipe, with every default filled in.
+
+    Raises:
+        ConfigError: every problem found, each with its path, the value and the rule.
+    """
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        problems = describe_problems(error, Recipe)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(
+            f"{origin} is not valid ({count}):\n" + "\n".join(f"  {line}" for line in problems)
+        ) from error

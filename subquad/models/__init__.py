@@ -1,0 +1,7 @@
+"""Hugging Face model classes with converted layers; importing this registers them with the Auto classes."""
+
+from subquad.models.llama import SubquadLlamaConfig, SubquadLlamaForCausalLM, SubquadLlamaModel, register
+
+register()
+
+__all__ = ["SubquadLlamaConfig", "SubquadLlamaForCausalLM", "SubquadLlamaModel"]

@@ -1,0 +1,138 @@
+"""Exact softmax attention on a sliding window plus sink tokens, in linear time, with its log-sum-exp."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.errors import ConfigError
+
+
+class SinkTokens(NamedTuple):
+    """Tokens every later query of the same document keeps seeing.
+
+    Attributes:
+        keys: `[B, N, num_kv_heads, head_dim]`.
+        values: `[B, N, num_kv_heads, value_head_dim]`.
+        visible: `[B, Tq, N]` bool, whether query t sees sink n.
+    """
+
+    keys: Tensor
+    values: Tensor
+    visible: Tensor
+
+
+class WindowOutput(NamedTuple):
+    """Result of `window_attention`.
+
+    Attributes:
+        out: `[B, Tq, num_heads, value_head_dim]`, dtype of q; zero where a query sees nothing.
+        log_normaliser: `[B, Tq, num_heads]` float32 (float64 for float64 inputs), log of the sum of exp scores; -inf
+            where a query sees nothing.
+    """
+
+    out: Tensor
+    log_normaliser: Tensor
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    scale: float | None = None,
+    valid: Tensor | None = None,
+    documents: Tensor | None = None,
+    sinks: SinkTokens | None = None,
+) -> WindowOutput:
+    """Attend with softmax to the last `window` tokens (the query's own included) and to the sink tokens.
+
+    Time and memory are O(T * window): queries are handled in blocks, each with the keys its window can reach.
+
+    Args:
+        q: `[B, Tq, num_heads, head_dim]`; the queries are the last Tq positions of k.
+        k: `[B, T, num_kv_heads, head_dim]`, T >= Tq; heads h*G .. h*G+G-1 of q share key/value head h.
+        v: `[B, T, num_kv_heads, value_head_dim]`.
+        window: number of positions seen, >= 1.
+        scale: factor on q.k; None is `head_dim ** -0.5`.
+        valid: `[B, T]` bool, False hides a key (padding, an empty cache slot, a sink already in `sinks`); None shows all.
+        documents: `[B, T]` integer ids; a query sees keys of its own document only. None is one document.
+        sinks: tokens seen whatever their distance.
+
+    Returns:
+        Outputs and log normalisers, to be joined with other parts in log space.
+
+    Raises:
+        ConfigError: `window` below 1, or num_heads not a multiple of num_kv_heads.
+    """
+    batch_size, num_queries, num_heads, head_dim = q.shape
+    seq_len, num_kv_heads = k.shape[1], k.shape[2]
+    if window < 1:
+        raise ConfigError(f"window must be at least 1 (the token itself), got {window}")
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
+    scale = head_dim**-0.5 if scale is None else scale
+    window = min(window, seq_len)
+    block = num_queries if window >= num_queries else window
+    num_blocks = -(-num_queries // block)
+    reach = block + window - 1
+
+    # Query block i needs the key positions from (its first query - window + 1) to its last query.
+    past = seq_len - num_queries
+    start = past - (window - 1)
+    tail = num_blocks * block - num_queries
+    if valid is None:
+        valid = k.new_ones((batch_size, seq_len), dtype=torch.bool)
+    keys = _blocks(_shift_pad(k, start, tail), reach, block)
+    values = _blocks(_shift_pad(v, start, tail), reach, block)
+    seen = _blocks(_shift_pad(valid, start, tail), reach, block)[:, :, None, :]
+    step = torch.arange(reach, device=q.device) - torch.arange(block, device=q.device)[:, None]
+    seen = seen & ((step >= 0) & (step < window))
+    if documents is not None:
+        key_documents = _blocks(_shift_pad(documents, start, tail), reach, block)
+        seen = seen & (key_documents[:, :, None, :] == key_documents[:, :, window - 1 :, None])
+
+    queries = _shift_pad(q, 0, tail).unflatten(1, (num_blocks, block)).unflatten(3, (num_kv_heads, -1))
+    scores = torch.einsum("bnchgd,bnrhd->bnhgcr", queries, keys) * scale
+    seen = seen[:, :, None, None]
+    if sinks is not None:
+        sink_scores = torch.einsum("bnchgd,bshd->bnhgcs", queries, sinks.keys) * scale
+        sink_seen = _shift_pad(sinks.visible, 0, tail).unflatten(1, (num_blocks, block))
+        scores = torch.cat([scores, sink_scores], dim=-1)
+        seen = torch.cat([seen, sink_seen[:, :, None, None]], dim=-1)
+    probabilities, log_normaliser = _masked_softmax(scores, seen)
+    probabilities = probabilities.to(v.dtype)
+    out = torch.einsum("bnhgcr,bnrhe->bnchge", probabilities[..., :reach], values)
+    if sinks is not None:
+        out = out + torch.einsum("bnhgcs,bshe->bnchge", probabilities[..., reach:], sinks.values)
+    out = out.flatten(1, 2)[:, :num_queries].flatten(2, 3)
+    log_normaliser = log_normaliser.permute(0, 1, 4, 2, 3).flatten(1, 2)[:, :num_queries].flatten(2, 3)
+    return WindowOutput(out, log_normaliser)
+
+
+def _shift_pad(x: Tensor, start: int, tail: int) -> Tensor:
+    """Return positions `start ..` of x along dim 1 (zeros before the first if `start` < 0), plus `tail` zeros."""
+    x = x[:, max(start, 0) :]
+    if start >= 0 and tail == 0:
+        return x
+    padding = (0, 0) * (x.dim() - 2) + (max(-start, 0), tail)
+    return torch.nn.functional.pad(x, padding)
+
+
+def _blocks(x: Tensor, size: int, step: int) -> Tensor:
+    """Return overlapping blocks `[B, num_blocks, size, ...]` of x `[B, T, ...]`."""
+    blocks = x.unfold(1, size, step)
+    return blocks.movedim(-1, 2)
+
+
+def _masked_softmax(scores: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax and log-sum-exp over the last dim where `seen`; rows that see nothing give zeros and -inf."""
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    some = seen.any(-1, keepdim=True)
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    log_normaliser = scores.logsumexp(-1, keepdim=True)
+    probabilities = (scores - log_normaliser).exp() * seen
+    return probabilities, log_normaliser.masked_fill(~some, float("-inf")).squeeze(-1)

@@ -1,0 +1,166 @@
+"""Building the window's and the far part's inputs from q, k, v: delay, sinks, padding, packed documents, cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from subquad.kernels import SinkTokens, WindowOutput, window_attention
+from subquad.layers.mixer import FarStream
+from subquad.layers.sequence import SequenceInfo
+
+Buffers = dict[str, Tensor]
+
+
+def shift_through(new: Tensor, window: int, name: str, buffers: Buffers | None) -> Tensor:
+    """Prepend the last `window` positions and remember the newest `window` ones.
+
+    Args:
+        new: `[B, T, ...]`.
+        window: W, positions kept.
+        name: the cached tensor's name.
+        buffers: the layer's cached tensors, updated in place; None without a cache (the past is zeros).
+
+    Returns:
+        `[B, W + T, ...]`. Its first T positions are `new` delayed by W.
+    """
+    past = new.new_zeros((new.shape[0], window, *new.shape[2:])) if buffers is None else buffers[name].to(new.dtype)
+    full = torch.cat([past, new], dim=1)
+    if buffers is not None:
+        buffers[name] = full[:, full.shape[1] - window :].to(buffers[name].dtype)
+    return full
+
+
+def gather_sinks(
+    k: Tensor, v: Tensor, rank: Tensor, is_sink: Tensor, sinks: int, buffers: Buffers | None
+) -> SinkTokens:
+    """Collect the sink tokens of one document per row, from the cache and from the new tokens.
+
+    Args:
+        k: `[B, T, num_kv_heads, head_dim]` new keys.
+        v: `[B, T, num_kv_heads, head_dim]` new values.
+        rank: `[B, T]` number of real tokens up to each position.
+        is_sink: `[B, T]` bool.
+        sinks: S, sinks per document.
+        buffers: the layer's cached tensors, updated in place; None without a cache.
+
+    Returns:
+        S slots; slot j is visible once j + 1 real tokens were seen.
+    """
+    slot = torch.where(is_sink, rank - 1, sinks)
+    index = slot[..., None, None].expand_as(k)
+    merged = []
+    for name, new in (("sink_keys", k), ("sink_values", v)):
+        old = new.new_zeros((new.shape[0], sinks, *new.shape[2:])) if buffers is None else buffers[name].to(new.dtype)
+        # One slot more than needed takes everything that is not a sink.
+        room = torch.cat([old, old[:, :1]], dim=1)
+        merged.append(room.scatter(1, index, new)[:, :sinks])
+        if buffers is not None:
+            buffers[name] = merged[-1].to(buffers[name].dtype)
+    visible = torch.arange(sinks, device=k.device) < rank[..., None]
+    return SinkTokens(merged[0], merged[1], visible)
+
+
+def gather_document_sinks(k: Tensor, v: Tensor, is_sink: Tensor, documents: Tensor) -> SinkTokens:
+    """Collect the sink tokens of every packed document; a query sees those of its own document up to itself.
+
+    Args:
+        k: `[B, T, num_kv_heads, head_dim]`.
+        v: `[B, T, num_kv_heads, head_dim]`.
+        is_sink: `[B, T]` bool.
+        documents: `[B, T]` ids.
+
+    Returns:
+        As many slots as the row with most sinks has.
+    """
+    count = int(is_sink.sum(1).max())
+    position = torch.argsort((~is_sink).long(), dim=1, stable=True)[:, :count]
+    index = position[..., None, None].expand(-1, -1, *k.shape[2:])
+    steps = torch.arange(k.shape[1], device=k.device)
+    visible = is_sink.gather(1, position)[:, None] & (position[:, None] <= steps[:, None])
+    visible = visible & (documents.gather(1, position)[:, None] == documents[..., None])
+    return SinkTokens(k.gather(1, index), v.gather(1, index), visible)
+
+
+class WindowStream:
+    """The exact part of one call: which tokens are sinks, which the window sees, which the far part may take.
+
+    Attributes:
+        rank: `[B, T]` real tokens of the document up to each position.
+        takes: `[B, T]` bool, tokens that will leave the window for the far part (real and not sinks).
+    """
+
+    def __init__(self, like: Tensor, window: int, sinks: int, sequence: SequenceInfo, buffers: Buffers | None) -> None:
+        self.window, self.sinks, self.sequence, self.buffers = window, sinks, sequence, buffers
+        num_seen = None if buffers is None else buffers["num_seen"]
+        self.rank = sequence.token_rank(num_seen, like)
+        real = sequence.real if sequence.real is not None else torch.ones_like(self.rank, dtype=torch.bool)
+        self.is_sink = real & (self.rank <= sinks)
+        self.takes = real & ~self.is_sink
+        if buffers is not None:
+            buffers["num_seen"] = self.rank[:, -1]
+
+    def near(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> WindowOutput:
+        """Attend exactly to the window and the sinks.
+
+        Args:
+            q: `[B, T, num_heads, head_dim]` rotated queries.
+            k: `[B, T, num_kv_heads, head_dim]` rotated keys.
+            v: `[B, T, num_kv_heads, head_dim]`.
+            scale: factor on q.k, None for the usual one.
+
+        Returns:
+            Output and log normaliser of the exact part.
+        """
+        documents = self.sequence.documents
+        sinks = None
+        if self.sinks and documents is not None:
+            sinks = gather_document_sinks(k, v, self.is_sink, documents)
+        elif self.sinks:
+            sinks = gather_sinks(k, v, self.rank, self.is_sink, self.sinks, self.buffers)
+        valid = self.takes
+        if self.buffers is not None:
+            # The far part reads `window_valid` too: it is updated once, in `delay_weight`.
+            valid = torch.cat([self.buffers["window_valid"], valid], dim=1)
+            k = shift_through(k, self.window, "window_keys", self.buffers)
+            v = shift_through(v, self.window, "window_values", self.buffers)
+        return window_attention(q, k, v, window=self.window, scale=scale, valid=valid, documents=documents, sinks=sinks)
+
+    def delay(self, k: Tensor, v: Tensor, log_decay: Tensor | None, shared: tuple[Tensor, Tensor] | None) -> FarStream:
+        """Delay the far stream by the window.
+
+        Args:
+            k: `[B, T, num_kv_heads, head_dim]` far keys.
+            v: `[B, T, num_kv_heads, head_dim]` far values.
+            log_decay: `[B, T, num_kv_heads]` or None.
+            shared: cached window keys and values from before this call when the far part reads the same stream, else
+                None.
+
+        Returns:
+            What each step writes: the token that leaves the window there.
+        """
+        num_new, buffers = k.shape[1], self.buffers
+        if shared is not None:
+            k, v = (torch.cat([past.to(new.dtype), new], dim=1) for past, new in zip(shared, (k, v), strict=True))
+        else:
+            k = shift_through(k, self.window, "far_keys", buffers)
+            v = shift_through(v, self.window, "far_values", buffers)
+        if log_decay is not None:
+            log_decay = shift_through(log_decay, self.window, "far_log_decay", buffers)[:, :num_new]
+        weight = shift_through(self.takes, self.window, "window_valid", buffers)[:, :num_new]
+        documents = self.sequence.documents
+        if documents is not None:
+            delayed = shift_through(documents + 1, self.window, "documents", None)[:, :num_new]
+            weight = weight & (delayed == documents + 1)
+        log_decay = reset_at_documents(log_decay, self.sequence, k[:, :num_new])
+        return FarStream(k[:, :num_new], v[:, :num_new], log_decay, weight)
+
+
+def reset_at_documents(log_decay: Tensor | None, sequence: SequenceInfo, k: Tensor) -> Tensor | None:
+    """Put -inf where a document starts, so that no state crosses; a mixer without decay gets zeros elsewhere."""
+    starts = sequence.document_starts()
+    if starts is None:
+        return log_decay
+    if log_decay is None:
+        log_decay = k.new_zeros(k.shape[:3], dtype=torch.float32)
+    return log_decay.masked_fill(starts[..., None], float("-inf"))

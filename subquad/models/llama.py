@@ -1,0 +1,183 @@
+"""Llama with converted attention layers: configuration and model classes for transformers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from subquad.errors import ConfigError
+from subquad.layers import MixerConfig, SubquadAttention, converted_layers, parse_mixer
+from subquad.layers.sequence import SequenceInfo
+
+# transformers renamed `past_key_values` to `cache` in 5.24 and warns about the old name.
+_CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
+
+
+class SubquadLlamaConfig(LlamaConfig):
+    """A Llama configuration plus the mixer of every layer.
+
+    Attributes:
+        mixers: one mapping per layer (see `MixerConfig`); None, or a `softmax` mixer, leaves that layer as it was.
+    """
+
+    model_type = "subquad_llama"
+    mixers: list[dict[str, Any] | None] | None = None
+
+    def layer_mixers(self) -> list[MixerConfig | None]:
+        """Return the mixer of every layer, None where the layer keeps its softmax attention.
+
+        Returns:
+            A list of `num_hidden_layers` entries.
+
+        Raises:
+            ConfigError: The number of mixers is not the number of layers, or a mixer is not valid.
+        """
+        mixers = self.mixers or [None] * self.num_hidden_layers
+        if len(mixers) != self.num_hidden_layers:
+            raise ConfigError(
+                f"config.mixers has {len(mixers)} entries but the model has {self.num_hidden_layers} layers; "
+                "give one mixer (or null) per layer"
+            )
+        parsed = [None if mixer is None else parse_mixer(mixer) for mixer in mixers]
+        return [None if mixer is None or mixer.score == "softmax" else mixer for mixer in parsed]
+
+
+class SubquadLlamaModel(LlamaModel):
+    """A Llama decoder whose converted layers are told about padding and packed documents."""
+
+    config_class = SubquadLlamaConfig
+
+    def __init__(self, config: SubquadLlamaConfig) -> None:
+        super().__init__(config)
+        install_mixers(self, config.layer_mixers())
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Run the decoder; arguments are those of transformers' `LlamaModel`.
+
+        Args:
+            input_ids: `[B, T]`.
+            attention_mask: `[B, past + T]`, nonzero for real tokens.
+            position_ids: `[B, T]`; without a mask and a cache they may restart, one document each time.
+            cache: transformers cache.
+            past_key_values: the cache, by its name before 5.24.
+            inputs_embeds: `[B, T, hidden_size]` instead of `input_ids`.
+            use_cache: whether to return a cache.
+            **kwargs: passed to the layers.
+
+        Returns:
+            The last hidden states and the cache.
+
+        Raises:
+            ConfigError: A 4-D attention mask, which says nothing a recurrent state could use.
+        """
+        cache = past_key_values if cache is None else cache
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ConfigError(
+                f"attention_mask has {attention_mask.dim()} dimensions; a converted model takes the usual 2-D mask "
+                "[batch_size, seq_len] of real tokens"
+            )
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        sequence = None
+        if tokens is not None:
+            caching = cache is not None or bool(self.config.use_cache if use_cache is None else use_cache)
+            sequence = SequenceInfo.from_masks(attention_mask, position_ids, tokens.shape[1], caching)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            sequence=sequence,
+            **{_CACHE_ARGUMENT: cache},
+            **kwargs,
+        )
+
+
+class SubquadLlamaForCausalLM(LlamaForCausalLM):
+    """A causal language model with converted attention layers."""
+
+    config_class = SubquadLlamaConfig
+    config: SubquadLlamaConfig
+    _keep_in_fp32_modules_strict = {"mixer"}
+    _can_compile_fullgraph = False
+
+    def __init__(self, config: SubquadLlamaConfig) -> None:
+        # Not LlamaForCausalLM's own: it would build a plain LlamaModel.
+        super(LlamaForCausalLM, self).__init__(config)
+        self.model = SubquadLlamaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if type(module).__module__.startswith("subquad.layers") and hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def install_mixers(model: LlamaModel, mixers: list[MixerConfig | None]) -> None:
+    """Replace the attention of every layer that has a mixer, in place; the projections stay the same modules.
+
+    Args:
+        model: the decoder.
+        mixers: one per layer, None to leave it.
+    """
+    for layer, mixer in zip(model.layers, mixers, strict=True):
+        if mixer is not None:
+            attention = SubquadAttention(layer.self_attn, mixer)
+            if attention.mixer is not None:
+                attention.mixer.to(layer.self_attn.q_proj.weight.device)
+            layer.self_attn = attention
+
+
+def remove_mixers(model: nn.Module, config: LlamaConfig) -> None:
+    """Put a plain Llama attention back in every converted layer, in place, with the same projection modules.
+
+    Args:
+        model: a model with converted layers.
+        config: the Llama configuration the restored layers refer to.
+    """
+    for attention in converted_layers(model):
+        restored = LlamaAttention.__new__(LlamaAttention)
+        nn.Module.__init__(restored)
+        for name in _SHARED_ATTRIBUTES:
+            setattr(restored, name, getattr(attention, name))
+        restored.config = config
+        restored.train(attention.training)
+        model.get_submodule(f"model.layers.{attention.layer_idx}").self_attn = restored
+
+
+_SHARED_ATTRIBUTES = (
+    "layer_idx",
+    "head_dim",
+    "num_key_value_groups",
+    "scaling",
+    "attention_dropout",
+    "is_causal",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+)
+
+
+def register() -> None:
+    """Make `AutoConfig` and `AutoModelForCausalLM` know the converted Llama."""
+    AutoConfig.register(SubquadLlamaConfig.model_type, SubquadLlamaConfig, exist_ok=True)
+    AutoModelForCausalLM.register(SubquadLlamaConfig, SubquadLlamaForCausalLM, exist_ok=True)

@@ -1,0 +1,266 @@
+"""A converted layer against its teacher and against itself: window, padding, documents, cache, heads."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from subquad.convert.plan import plan_conversion
+from subquad.convert.surgery import apply_plan, undo_plan
+from subquad.layers import SubquadCacheLayer, attention_mode, cache_bytes, collect_local_losses, converted_layers
+from subquad.layers import resolve_mixer as mixer
+
+MIXERS = {
+    "2mamba": {"preset": "2mamba", "window": 8, "sinks": 2},
+    "2mamba-pure": {"preset": "2mamba", "window": 0},
+    "2mamba-no-rope": {"preset": "2mamba", "window": 8, "sinks": 2, "rope": "drop"},
+    "2mamba-exact-head": {"preset": "2mamba", "window": 8, "sinks": 2, "exact_kv_heads": [1]},
+    "2mamba-absolute": {"preset": "2mamba", "window": 8, "sinks": 2, "mix_reference": "absolute"},
+    "mamba2s": {"preset": "mamba2s", "window": 8, "sinks": 2},
+    "mamba2s-pure": {"preset": "mamba2s", "window": 0},
+    "taylor": {"preset": "taylor", "window": 8, "sinks": 2},
+    "taylor-pure": {"preset": "taylor", "window": 0},
+    "taylor-4": {"preset": "taylor", "order": 4, "window": 8, "sinks": 0},
+    "taylor-3-pure": {"preset": "taylor", "order": 3, "window": 0},
+    "window-1": {"preset": "taylor", "window": 1, "sinks": 1},
+}
+all_mixers = pytest.mark.parametrize("name", MIXERS)
+
+
+def convert(teacher, name_or_mixer, randomise=True, layers=None):
+    config = MIXERS[name_or_mixer] if isinstance(name_or_mixer, str) and name_or_mixer in MIXERS else name_or_mixer
+    model = apply_plan(teacher, plan_conversion(teacher.config, mixer(config), layers=layers))
+    if randomise:
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if ".mixer." not in key:
+                    continue
+                parameter.add_(0.2 * torch.randn_like(parameter))
+                # A far part that really counts, and a decay that really forgets.
+                if key.endswith("log_mix"):
+                    parameter.add_(7.0)
+    return model
+
+
+def tokens(batch_size=2, seq_len=40, seed=3):
+    return torch.randint(3, 97, (batch_size, seq_len), generator=torch.Generator().manual_seed(seed))
+
+
+def relative(a, b):
+    return ((a - b).square().mean() / b.square().mean()).sqrt().item()
+
+
+@torch.no_grad()
+def test_window_as_long_as_the_sequence_is_the_teacher(teacher):
+    ids = tokens()
+    expected = teacher(ids).logits
+    for sinks in (0, 4):
+        model = convert(teacher, {"preset": "2mamba", "window": 40, "sinks": sinks})
+        assert relative(model(ids).logits, expected) < 1e-5
+        undo_plan(model)
+
+
+@torch.no_grad()
+@all_mixers
+def test_student_differs_from_its_teacher_and_from_the_window(teacher, name):
+    ids = tokens()
+    expected = teacher(ids).logits
+    model = convert(teacher, name)
+    student = model(ids).logits
+    assert relative(student, expected) > 1e-3
+    with attention_mode(model, "teacher"):
+        assert torch.equal(model(ids).logits, expected)
+    if "pure" not in name:
+        with attention_mode(model, "window_only"):
+            assert relative(model(ids).logits, student) > 1e-3
+
+
+@torch.no_grad()
+def test_undo_is_bit_equal(teacher):
+    ids = tokens()
+    expected, weight = teacher(ids).logits, teacher.model.layers[0].self_attn.q_proj.weight
+    model = convert(teacher, "2mamba")
+    assert model.model.layers[0].self_attn.q_proj.weight is weight
+    restored = undo_plan(model)
+    assert type(restored).__name__ == "LlamaForCausalLM" and restored.config.model_type == "llama"
+    assert torch.equal(restored(ids).logits, expected)
+    assert not converted_layers(restored)
+
+
+@torch.no_grad()
+@all_mixers
+def test_decode_equals_one_forward(teacher, name):
+    model = convert(teacher, name)
+    ids = tokens()
+    full = model(ids).logits
+    for prefill in (1, 7, 8, 25):
+        cache = DynamicCache(config=model.config)
+        steps = [model(ids[:, :prefill], past_key_values=cache, use_cache=True).logits]
+        for start in range(prefill, 30):
+            steps.append(model(ids[:, start : start + 1], past_key_values=cache, use_cache=True).logits)
+        steps.append(model(ids[:, 30:], past_key_values=cache, use_cache=True).logits)
+        assert relative(torch.cat(steps, dim=1), full) < 1e-4
+        assert cache.get_seq_length() == 40
+
+
+@torch.no_grad()
+@all_mixers
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(teacher, name, side):
+    model = convert(teacher, name)
+    lengths = (40, 23, 5)
+    ids = tokens(3)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        if side == "left":
+            mask[row, : 40 - length] = 0
+        else:
+            mask[row, length:] = 0
+    ids = torch.where(mask.bool(), ids, 0)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    batch = model(ids, attention_mask=mask, position_ids=positions).logits
+    for row in range(3):
+        real = mask[row].bool()
+        alone = model(ids[row : row + 1, real]).logits[0]
+        assert relative(batch[row, real], alone) < 1e-4
+    assert batch.isfinite().all()
+
+
+@torch.no_grad()
+@all_mixers
+def test_packed_documents_equal_separate_rows(teacher, name):
+    model = convert(teacher, name)
+    ids = tokens(1, 60)
+    lengths = (17, 1, 30, 12)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    separate = torch.cat([model(part).logits for part in ids.split(lengths, dim=1)], dim=1)
+    assert relative(packed, separate) < 1e-4
+
+
+@torch.no_grad()
+@all_mixers
+def test_left_padded_batch_generates_as_each_row_alone(teacher, name):
+    model = convert(teacher, name)
+    ids = tokens(2, 20)
+    mask = torch.ones_like(ids)
+    mask[1, :8] = 0
+    ids = torch.where(mask.bool(), ids, 0)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    batch = model.generate(ids, attention_mask=mask, **options)[:, 20:]
+    for row in range(2):
+        alone_ids = ids[row : row + 1, mask[row].bool()]
+        alone = model.generate(alone_ids, attention_mask=torch.ones_like(alone_ids), **options)
+        assert torch.equal(batch[row], alone[0, alone_ids.shape[1] :])
+    beams = model.generate(ids, attention_mask=mask, num_beams=3, **options)
+    without = model.generate(ids, attention_mask=mask, num_beams=3, use_cache=False, **options)
+    assert torch.equal(beams, without)
+
+
+@torch.no_grad()
+@all_mixers
+def test_cache_bytes_equal_the_formula(teacher, name):
+    model = convert(teacher, name)
+    layer = converted_layers(model)[0]
+    held = {}
+    for length in (5, 40, 200):
+        cache = DynamicCache(config=model.config)
+        model(tokens(2, length), past_key_values=cache, use_cache=True)
+        assert isinstance(cache.layers[0], SubquadCacheLayer)
+        held[length] = cache.layers[0].num_bytes()
+        assert held[length] == cache_bytes(layer.mixer_config, layer.geometry, 2, length, torch.float32)
+    if layer.mixer_config.linear and not layer.mixer_config.exact_kv_heads:
+        assert held[5] == held[40] == held[200]
+    else:
+        assert held[5] < held[40] < held[200]
+
+
+def test_pure_2mamba_state_is_the_papers_number():
+    from subquad.layers import LayerGeometry, cache_layout
+
+    config = mixer({"preset": "2mamba", "window": 0, "offset": False})
+    layout = cache_layout(config, LayerGeometry(64, 1, 1, 64), torch.float32)
+    numbers = sum(torch.Size(spec.shape).numel() for spec in layout.values())
+    assert numbers == 64 * 65**2 // 2 + 3 * 64
+
+
+@torch.no_grad()
+def test_one_exact_head_is_that_head_of_the_teacher(teacher):
+    ids = tokens()
+    model = convert(teacher, {"preset": "2mamba", "window": 8, "sinks": 2, "exact_kv_heads": [1]})
+    layer = converted_layers(model)[0]
+    hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
+    rope = model.model.rotary_emb(hidden, torch.arange(40)[None])
+    q, k, v = layer._project(hidden)
+    heads = layer.student_heads(hidden, (q, k, v), rope, None)
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    q, k = apply_rotary_pos_emb(q, k, *rope, unsqueeze_dim=2)
+    k, v = (x.repeat_interleave(3, 2).transpose(1, 2) for x in (k, v))
+    exact = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True).transpose(1, 2)
+    assert relative(heads[:, :, 3:], exact[:, :, 3:]) < 1e-5
+    assert relative(heads[:, :, :3], exact[:, :, :3]) > 1e-3
+
+
+@all_mixers
+def test_transfer_gives_each_layer_its_own_gradient(teacher, name):
+    model = convert(teacher, name)
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(".mixer." in key)
+    ids = tokens()
+    with attention_mode(model, "transfer"):
+        model.model(ids, use_cache=False)
+        losses = collect_local_losses(model)
+    assert set(losses) == {0, 1} and all(loss.item() > 1e-4 for loss in losses.values())
+    sum(losses.values()).backward()
+    layer = converted_layers(model)[1]
+    got = {key: p.grad.clone() for key, p in layer.mixer.named_parameters() if p.grad is not None}
+    assert len(got) == len(list(layer.mixer.parameters()))
+    # The same loss by hand, through ordinary autograd.
+    model.zero_grad()
+    with attention_mode(model, "teacher"), torch.no_grad():
+        states = model.model(ids, output_hidden_states=True, use_cache=False).hidden_states
+        hidden = model.model.layers[1].input_layernorm(states[1])
+        rope = model.model.rotary_emb(hidden, torch.arange(40)[None])
+        target, _ = layer(hidden, rope, None)
+    layer.mode = "student"
+    out, _ = layer(hidden, rope)
+    ((out - target).square().sum() / target.square().sum()).backward()
+    for key, parameter in layer.mixer.named_parameters():
+        if parameter.grad is not None:
+            assert relative(got[key], parameter.grad) < 1e-4 or parameter.grad.abs().max() < 1e-7, key
+
+
+def test_training_through_the_student_reaches_the_projections(teacher):
+    model = convert(teacher, "2mamba")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    model(tokens(), labels=tokens()).loss.backward()
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        assert getattr(model.model.layers[0].self_attn, name).weight.grad.abs().sum() > 0
+    assert model.model.layers[0].self_attn.mixer.score.key_map.grad.abs().sum() > 0
+
+
+@torch.no_grad()
+def test_bfloat16_keeps_state_and_mixer_in_float32(teacher):
+    model = convert(teacher, "2mamba")
+    expected = model(tokens()).logits
+    for key, parameter in model.named_parameters():
+        if ".mixer." not in key:
+            parameter.data = parameter.data.bfloat16()
+    cache = DynamicCache(config=model.config)
+    logits = model(tokens(), past_key_values=cache, use_cache=True).logits
+    assert cache.layers[0].buffers["values"].dtype == torch.float32
+    assert cache.layers[0].buffers["window_keys"].dtype == torch.bfloat16
+    assert relative(logits.float(), expected) < 0.1
+
+
+@torch.no_grad()
+def test_per_layer_mixers_keep_softmax_layers(teacher):
+    ids = tokens()
+    model = convert(teacher, "2mamba", layers={"0": mixer("softmax")})
+    assert [layer.layer_idx for layer in converted_layers(model)] == [1]
+    full = model(ids).logits
+    cache = DynamicCache(config=model.config)
+    parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split((10, 1, 29), dim=1)]
+    assert relative(torch.cat(parts, dim=1), full) < 1e-4

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from subquad.distill.config import Stage1Config, Stage2Config, StageConfig
 from subquad.errors import ConfigError
 from subquad.layers.config import MixerConfig
 from subquad.layers.presets import resolve_mixer
@@ -197,13 +198,13 @@ class DataSection(Section):
 
 
 class _StageSection(Section):
-    tokens: CountOrZero = 20_000
+    tokens: CountOrZero = 20_480
     batch_size: Count = 2
-    lr_scheduler_type: Literal["linear", "cosine", "constant_with_warmup"] = "cosine"
-    warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    weight_decay: Weight = 0.0
-    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    save_steps: Count = 50
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = StageConfig.warmup_ratio
+    lr_scheduler_type: Literal["linear", "cosine", "constant_with_warmup"] = StageConfig.lr_scheduler_type
+    max_grad_norm: Weight = StageConfig.max_grad_norm
+    divergence_factor: Annotated[float, Field(gt=1)] = StageConfig.divergence_factor
+    save_steps: Count = StageConfig.save_steps
 
 
 class Stage1Section(_StageSection):
@@ -211,20 +212,20 @@ class Stage1Section(_StageSection):
 
     Attributes:
         tokens: training tokens; 0 leaves the stage out.
-        batch_size: rows per step and device.
-        lr_scheduler_type: shape of the rate after warm-up, by its name in transformers.
+        batch_size: rows per step and process.
         warmup_ratio: share of the steps with a rising rate.
-        weight_decay: AdamW weight decay.
-        max_grad_norm: gradient norm above which gradients are scaled down.
+        lr_scheduler_type: shape of the rate after that, by its name in transformers.
+        max_grad_norm: gradient norm above which gradients are scaled down; 0 leaves them alone.
+        divergence_factor: the run stops where the loss rises above this many times the best so far.
         save_steps: steps between checkpoints.
-        learning_rate: peak rate of the mixer's parameters.
+        learning_rate: peak rate of the mixers' scales.
         map_learning_rate: peak rate of the q/k maps.
-        decay_learning_rate: peak rate of the decay's parameters.
+        decay_learning_rate: peak rate of the decay.
     """
 
-    learning_rate: LearningRate = 1e-2
-    map_learning_rate: LearningRate = 1e-3
-    decay_learning_rate: LearningRate = 1e-2
+    learning_rate: LearningRate = Stage1Config.learning_rate
+    map_learning_rate: LearningRate = Stage1Config.map_learning_rate
+    decay_learning_rate: LearningRate = Stage1Config.decay_learning_rate
 
 
 ProjectionName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -256,28 +257,30 @@ class Stage2Section(_StageSection):
 
     Attributes:
         tokens: training tokens; 0 leaves the stage out.
-        batch_size: rows per step and device.
-        lr_scheduler_type: shape of the rate after warm-up, by its name in transformers.
+        batch_size: rows per step and process.
         warmup_ratio: share of the steps with a rising rate.
-        weight_decay: AdamW weight decay.
-        max_grad_norm: gradient norm above which gradients are scaled down.
+        lr_scheduler_type: shape of the rate after that, by its name in transformers.
+        max_grad_norm: gradient norm above which gradients are scaled down; 0 leaves them alone.
+        divergence_factor: the run stops where the loss rises above this many times the best so far.
         save_steps: steps between checkpoints.
-        learning_rate: peak rate of the adapters (or of all weights with `full`).
+        learning_rate: peak rate of the adapters (or of all weights with `full`, where 1e-5 suits).
         mixer_learning_rate: peak rate of the mixers' parameters.
+        weight_decay: of adapters and base weights.
         lora: adapters on the projections.
         full: train every weight against a second, frozen copy of the teacher; takes the place of `lora`.
         kl_weight: weight of the KL term.
         ce_weight: weight of the cross-entropy with the text itself.
-        temperature: both logits are divided by it in the KL term, which is multiplied by its square.
+        temperature: temperature of the KL term.
     """
 
-    learning_rate: LearningRate = 1e-4
-    mixer_learning_rate: LearningRate = 1e-3
+    learning_rate: LearningRate = Stage2Config.learning_rate
+    mixer_learning_rate: LearningRate = Stage2Config.mixer_learning_rate
+    weight_decay: Weight = Stage2Config.weight_decay
     lora: LoraSection = LoraSection()
     full: bool = False
-    kl_weight: Weight = 1.0
-    ce_weight: Weight = 0.0
-    temperature: Annotated[float, Field(gt=0, le=100)] = 1.0
+    kl_weight: Weight = Stage2Config.kl_weight
+    ce_weight: Weight = Stage2Config.ce_weight
+    temperature: Annotated[float, Field(gt=0, le=100)] = Stage2Config.temperature
 
     @model_validator(mode="after")
     def _check_loss(self) -> Stage2Section:
@@ -295,22 +298,22 @@ class TrainerSection(Section):
     """How both stages run; the names are those of `transformers.TrainingArguments`.
 
     Attributes:
-        bf16: bfloat16 autocast; None turns it on where the GPU has it.
+        bf16: bfloat16 autocast; None turns it on where the GPU has it. A CPU always computes in float32.
         fsdp: shard weights, gradients and optimizer states over the processes that `accelerate launch` started.
-        gradient_checkpointing: recompute activations in the backward pass.
+        gradient_checkpointing: recompute activations in the backward pass of stage 2 (stage 1 holds one layer anyway).
         gradient_accumulation_steps: batches per optimizer step.
         logging_steps: steps between log lines.
-        report_to: loggers besides `log.jsonl` and the progress bar.
         dataloader_num_workers: processes that prepare batches.
+        report_to: trackers besides `log.jsonl` and the progress bar.
     """
 
-    bf16: bool | None = None
+    bf16: bool | None = StageConfig.bf16
     fsdp: bool = False
     gradient_checkpointing: bool = False
     gradient_accumulation_steps: Count = 1
     logging_steps: Count = 1
-    report_to: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
     dataloader_num_workers: CountOrZero = 0
+    report_to: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
 
 
 class EvalSection(Section):

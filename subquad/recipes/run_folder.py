@@ -1,0 +1,192 @@
+"""The folder of a run: which recipe it belongs to, and which stages of it are finished."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from subquad.errors import ConfigError, OutputError
+from subquad.eval.storage import write_atomic
+from subquad.recipes.loader import load_recipe, recipe_to_yaml
+from subquad.recipes.schema import Recipe
+
+STAGES = ("plan", "convert", "calibrate", "baseline", "stage1", "stage2", "export", "evaluate", "report")
+RECIPE_FILE = "recipe.yaml"
+# everything a run writes; `--fresh` removes these and nothing else
+_CONTENT = (
+    RECIPE_FILE, "log.jsonl", "stages", "checkpoints", "tensorboard", "student",
+    "report.md", "report.html", "results.json", "plots",
+)  # fmt: skip
+
+
+class RunFolder:
+    """One run on disk.
+
+    A finished stage leaves `stages/<stage>.json`, written after everything the stage made, so a run that is killed at
+    any moment continues with the first stage that lacks one. A stage counts only if all before it do and the files it
+    made are there.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Refer to a folder; nothing is read or written.
+
+        Args:
+            path: the folder of the run.
+        """
+        self.path = path
+
+    @property
+    def student_dir(self) -> Path:
+        """Folder of the exported checkpoint."""
+        return self.path / "student"
+
+    @property
+    def stages_dir(self) -> Path:
+        """Folder of the markers and of what stages hand to later ones."""
+        return self.path / "stages"
+
+    def work_dir(self, stage: str) -> Path:
+        """Return the folder of a training stage's checkpoints."""
+        return self.path / "checkpoints" / stage
+
+    def claim(self, recipe: Recipe, *, fresh: bool = False) -> None:
+        """Make the folder this recipe's: a new one, or the one in which the same recipe was started before.
+
+        Args:
+            recipe: the recipe; where the run goes may differ from the recorded one, everything else may not.
+            fresh: remove an earlier run's files first, whatever its recipe.
+
+        Raises:
+            OutputError: the folder holds another run or other files (they are left as they are), or cannot be written.
+        """
+        recipe_file = self.path / RECIPE_FILE
+        try:
+            if fresh and recipe_file.exists():
+                self._clear()
+            occupied = self.path.exists() and any(self.path.iterdir())
+        except OSError as error:
+            raise OutputError(f"{self.path} cannot be used as the folder of a run: {error}") from error
+        if recipe_file.exists():
+            self._refuse_other_recipe(recipe, recipe_file)
+        elif occupied:
+            raise OutputError(
+                f"{self.path} holds files that are not a run's, and is left as it is. "
+                "Name another folder: output_dir=FOLDER."
+            )
+        else:
+            write_atomic(recipe_file, recipe_to_yaml(recipe).encode())
+
+    def finished(self, stage: str) -> bool:
+        """Return whether a stage and all before it are finished."""
+        return all(self._valid(earlier) for earlier in STAGES[: STAGES.index(stage) + 1])
+
+    def result(self, stage: str) -> dict[str, Any]:
+        """Return what a finished stage recorded.
+
+        Args:
+            stage: a finished stage.
+
+        Returns:
+            The mapping given to `finish`.
+
+        Raises:
+            OutputError: the stage is not finished.
+        """
+        marker = self._marker(stage)
+        if marker is None:
+            raise OutputError(f"{self.path} has not finished the stage {stage}; run the recipe again to continue it.")
+        return marker["result"]
+
+    def seconds(self) -> dict[str, float]:
+        """Return the wall time of every finished stage, in the order they ran."""
+        markers = {stage: self._marker(stage) for stage in STAGES}
+        return {stage: marker["seconds"] for stage, marker in markers.items() if marker is not None}
+
+    def finish(self, stage: str, result: Mapping[str, Any], seconds: float, files: tuple[Path, ...] = ()) -> None:
+        """Record that a stage is finished.
+
+        Args:
+            stage: its name.
+            result: plain values for later stages and the report.
+            seconds: wall time it took.
+            files: what it made, under the run's folder; without them it no longer counts as finished.
+
+        Raises:
+            OutputError: the marker cannot be written.
+        """
+        content = {
+            "stage": stage,
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(seconds, 3),
+            "files": [str(path.relative_to(self.path)) for path in files],
+            "result": dict(result),
+        }
+        write_atomic(self.stages_dir / f"{stage}.json", (json.dumps(content, indent=2) + "\n").encode())
+
+    def _marker(self, stage: str) -> dict[str, Any] | None:
+        path = self.stages_dir / f"{stage}.json"
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise OutputError(f"{path} is damaged: {error}. Remove it to run the stage {stage} again.") from error
+
+    def _valid(self, stage: str) -> bool:
+        marker = self._marker(stage)
+        return marker is not None and all((self.path / name).exists() for name in marker["files"])
+
+    def _clear(self) -> None:
+        for name in _CONTENT:
+            path = self.path / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _refuse_other_recipe(self, recipe: Recipe, recipe_file: Path) -> None:
+        fix = "Name another folder (output_dir=FOLDER), or remove the earlier run with --fresh."
+        try:
+            recorded = load_recipe(recipe_file)
+        except ConfigError as error:
+            raise OutputError(
+                f"{self.path} holds a run whose recipe this version cannot read: {error}\n{fix}"
+            ) from error
+        differences = recipe_differences(recorded, recipe)
+        if differences:
+            listed = "\n".join(f"  {line}" for line in differences)
+            raise OutputError(f"{self.path} holds a run of another recipe:\n{listed}\n{fix}")
+
+
+def recipe_differences(recorded: Recipe, wanted: Recipe) -> list[str]:
+    """Return what differs between two recipes, one line per key; where the run goes does not count.
+
+    Args:
+        recorded: the recipe of an earlier run.
+        wanted: the recipe to run now.
+
+    Returns:
+        Lines `path: old value there, new value here`.
+    """
+    old, new = (dict(_leaves(recipe.model_dump(mode="json", exclude={"output_dir"}))) for recipe in (recorded, wanted))
+    missing = "nothing"
+    return [
+        f"{path}: {old.get(path, missing)!r} there, {new.get(path, missing)!r} here"
+        for path in dict.fromkeys((*old, *new))
+        if old.get(path, missing) != new.get(path, missing)
+    ]
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

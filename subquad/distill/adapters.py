@@ -1,0 +1,102 @@
+"""LoRA adapters (Hu et al. 2021, through peft) on a converted model: add, switch off for the teacher, merge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from subquad.errors import ConfigError
+
+ADAPTER_MARK = ".lora_"
+
+
+def add_lora(model: nn.Module, rank: int, alpha: float, dropout: float, target_modules: Sequence[str]) -> int:
+    """Put LoRA adapters into a model in place; the model keeps its class, so its attention modes keep working.
+
+    Args:
+        model: Any model; afterwards only the adapters require gradients.
+        rank: Rank of each adapter, at least 1.
+        alpha: Scale; the adapter's output is multiplied by `alpha / rank`.
+        dropout: Dropout on the adapter's input, in [0, 1).
+        target_modules: Names of the linear layers to adapt, such as `q_proj`.
+
+    Returns:
+        Number of adapter parameters added, all float32 whatever the model's dtype: bfloat16 would lose small updates.
+
+    Raises:
+        ConfigError: No module of the model has one of the names, or the model already has adapters.
+    """
+    if adapted_layers(model):
+        raise ConfigError("the model already has adapters; merge them first (subquad.distill.merge_adapters)")
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    missing = [target for target in target_modules if target not in names]
+    if missing or not target_modules:
+        raise ConfigError(
+            f"target_modules {missing or '[]'} match no linear layer; the model has {', '.join(sorted(names))}"
+        )
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(target_modules))
+    inject_adapter_in_model(config, model)
+    count = 0
+    for name, parameter in model.named_parameters():
+        if ADAPTER_MARK in name:
+            parameter.data = parameter.data.float()
+            count += parameter.numel()
+    return count
+
+
+def adapted_layers(model: nn.Module) -> list[BaseTunerLayer]:
+    """Return the model's layers that carry an adapter."""
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
+@contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Run the model without its adapters inside the `with` block; without adapters this does nothing.
+
+    Unlike peft's own switch this leaves every `requires_grad` alone. FSDP copies that flag to a parameter's gathered
+    form at its first use, so an adapter switched off during that use would never receive a gradient.
+
+    Args:
+        model: A model, wrapped or not.
+
+    Yields:
+        Nothing.
+    """
+    layers = [layer for layer in adapted_layers(model) if not layer.disable_adapters]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def merge_adapters(model: nn.Module) -> int:
+    """Add every adapter to the weight it adapts and remove it, in place.
+
+    Afterwards the model is a plain one again, and its teacher (the weights before training) is gone.
+
+    Args:
+        model: A model, with or without adapters.
+
+    Returns:
+        Number of layers merged.
+
+    Raises:
+        ValueError: An adapter holds NaN or infinity (from peft).
+    """
+    merged = 0
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge(safe_merge=True)
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, module.get_base_layer())
+            merged += 1
+    if hasattr(model, "peft_config"):
+        del model.peft_config
+    return merged

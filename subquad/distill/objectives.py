@@ -1,0 +1,122 @@
+"""The two training objectives as modules whose forward returns the loss.
+
+A Trainer wraps the module it trains (DDP, FSDP, autocast) and that wrapping acts on `forward` only, so everything a
+step computes, the teacher's pass included, happens inside one forward of the wrapped module.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from subquad.distill.adapters import adapters_disabled
+from subquad.distill.losses import LossWeights, distillation_loss, next_token_targets
+from subquad.layers import attention_mode, collect_local_losses
+
+
+class Objective(nn.Module):
+    """What a `DistillTrainer` trains.
+
+    Attributes:
+        student: The converted causal language model.
+    """
+
+    # the Trainer asks for these: the loss is a mean per batch, so gradient accumulation has to divide it; and these
+    # are the blocks that FSDP shards one by one
+    accepts_loss_kwargs = False
+
+    def __init__(self, student: PreTrainedModel) -> None:
+        """Take a model.
+
+        Args:
+            student: The converted causal language model, not copied.
+        """
+        super().__init__()
+        self.student = student
+        self._no_split_modules = student._no_split_modules
+
+
+class TransferObjective(Objective):
+    """Stage 1: each converted layer's output against the teacher's, given the teacher's input to that layer."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the mean of the layers' local losses.
+
+        The model runs as the teacher up to the last layer and no further: no logits are computed.
+
+        Args:
+            input_ids: Token ids `[B, T]`.
+            position_ids: Positions `[B, T]` that restart at each document, or None.
+
+        Returns:
+            `loss`: scalar float32; 1 is a student output no better than zero.
+        """
+        with attention_mode(self.student, "transfer"):
+            self.student.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        losses = collect_local_losses(self.student)
+        return {"loss": torch.stack(list(losses.values())).mean()}
+
+
+class LogitObjective(Objective):
+    """Stage 2: the model's output distribution against the teacher's, and optionally the text itself.
+
+    Attributes:
+        teacher: A separate teacher, or None where the student in teacher mode, its adapters off, is the teacher.
+        weights: What the loss is made of.
+        chunk_tokens: Tokens whose logits exist at one time.
+    """
+
+    def __init__(
+        self, student: PreTrainedModel, teacher: PreTrainedModel | None, weights: LossWeights, chunk_tokens: int
+    ) -> None:
+        """Take the models.
+
+        Args:
+            student: The converted causal language model, not copied.
+            teacher: A separate teacher, or None where the student is its own.
+            weights: What the loss is made of; a `kl` of 0 saves the teacher's pass.
+            chunk_tokens: Tokens whose logits exist at one time.
+        """
+        super().__init__(student)
+        self.teacher = teacher
+        self.weights = weights
+        self.chunk_tokens = chunk_tokens
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return the loss per predicted token.
+
+        Args:
+            input_ids: Token ids `[B, T]`.
+            position_ids: Positions `[B, T]` that restart at each document, or None.
+            labels: Labels `[B, T]`, not shifted, -100 is ignored; None takes them from the other two.
+
+        Returns:
+            `loss`: scalar float32 in nats.
+        """
+        teacher_hidden = self._teacher_hidden(input_ids, position_ids) if self.weights.kl else None
+        student_hidden = self.student.base_model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
+        teacher = self.student if self.teacher is None else self.teacher
+        loss = distillation_loss(
+            student_hidden,
+            teacher_hidden,
+            next_token_targets(input_ids, position_ids, labels),
+            self.student.get_output_embeddings(),
+            teacher.get_output_embeddings(),
+            self.weights,
+            self.chunk_tokens,
+        )
+        return {"loss": loss}
+
+    @torch.no_grad()
+    def _teacher_hidden(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        if self.teacher is not None:
+            self.teacher.eval()
+            return self.teacher.base_model(**inputs).last_hidden_state
+        with attention_mode(self.student, "teacher"), adapters_disabled(self.student):
+            return self.student.base_model(**inputs).last_hidden_state

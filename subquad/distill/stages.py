@@ -1,0 +1,136 @@
+"""The two stages of distillation: attention transfer layer by layer, then the whole model against its teacher."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedModel, set_seed
+
+from subquad.distill.adapters import ADAPTER_MARK, add_lora
+from subquad.distill.config import Stage1Config, Stage2Config
+from subquad.distill.losses import LossWeights
+from subquad.distill.objectives import LogitObjective, TransferObjective
+from subquad.distill.trainer import GroupRule
+from subquad.distill.training import StageJob, StageResult, recomputation, run_job
+from subquad.errors import ConfigError
+
+MIXER_MARK = ".self_attn.mixer."
+
+
+def run_stage1(
+    model: PreTrainedModel, dataset: Dataset | IterableDataset, config: Stage1Config, work_dir: Path, log: Path
+) -> StageResult:
+    """Train the mixers' parameters of every converted layer to reproduce the teacher's attention output.
+
+    A step costs the teacher's forward pass without its head and, one layer at a time, the student's attention forward
+    and backward. The work folder is resumed from its newest whole checkpoint; a finished stage is only loaded.
+
+    With FSDP the model is sharded in place and of no use afterwards: build it again and call this function without
+    FSDP, which loads the finished stage. The same holds for stage 2.
+
+    Args:
+        model: A converted model, trained in place; everything but `.self_attn.mixer.` parameters is frozen.
+        dataset: Rows of `build_token_dataset`.
+        config: Settings.
+        work_dir: Folder for this stage's checkpoints and settings.
+        log: The run's `log.jsonl`, which the stages share.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ConfigError: The model has no mixer parameters, or several GPUs are visible to one process.
+        DataError: The dataset has fewer rows than a step needs.
+        OutputError: The work folder holds a stage with other settings, or cannot be written.
+        TrainingError: The loss became NaN, infinite or diverged; the last good checkpoint was kept.
+    """
+    _train_only(model, MIXER_MARK)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("the model has no converted layer with parameters, so stage 1 has nothing to train; skip it")
+    rules = (
+        GroupRule(name="maps", pattern=r"\.mixer\..*_map$", learning_rate=config.map_learning_rate),
+        GroupRule(name="decay", pattern=r"\.mixer\.decay\.", learning_rate=config.decay_learning_rate),
+        GroupRule(name="other", pattern=r"\.mixer\.", learning_rate=config.learning_rate),
+    )
+    return run_job(
+        StageJob(
+            stage="stage1",
+            objective=TransferObjective(model),
+            dataset=dataset,
+            config=config,
+            rules=rules,
+            work_dir=work_dir,
+            log=log,
+        )
+    )
+
+
+def run_stage2(
+    model: PreTrainedModel,
+    dataset: Dataset | IterableDataset,
+    config: Stage2Config,
+    work_dir: Path,
+    log: Path,
+    teacher: PreTrainedModel | None = None,
+) -> StageResult:
+    """Train the model's output against its teacher's: adapters and mixers, or all weights.
+
+    With adapters the teacher is the model itself, in teacher mode and with adapters off. They stay in the model, so
+    that both can be evaluated; `merge_adapters` makes them part of the weights. Full tuning changes the weights the
+    teacher needs and so takes a separate one; it keeps the trained weights in float32.
+
+    Args:
+        model: A converted model, trained in place.
+        dataset: Rows of `build_token_dataset`.
+        config: Settings.
+        work_dir: Folder for this stage's checkpoints and settings.
+        log: The run's `log.jsonl`, which the stages share.
+        teacher: The teacher of full tuning, frozen here; None otherwise.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ConfigError: A teacher without `full` or the other way round, adapters that match no layer, or several GPUs
+            visible to one process.
+        DataError: The dataset has fewer rows than a step needs.
+        OutputError: The work folder holds a stage with other settings, or cannot be written.
+        TrainingError: The loss became NaN, infinite or diverged; the last good checkpoint was kept.
+    """
+    if config.full != (teacher is not None):
+        raise ConfigError(
+            "full tuning changes the weights the teacher is made of, so it needs a separate teacher, and adapters do "
+            f"not: got full: {str(config.full).lower()} {'without' if teacher is None else 'with'} a teacher"
+        )
+    set_seed(config.seed)
+    if teacher is not None:
+        teacher.requires_grad_(False)
+        model.float().requires_grad_(True)
+    else:
+        add_lora(model, config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_targets)
+        _train_only(model, MIXER_MARK, ADAPTER_MARK)
+    rules = (
+        GroupRule(name="mixer", pattern=re.escape(MIXER_MARK), learning_rate=config.mixer_learning_rate),
+        GroupRule(name="base", pattern="", learning_rate=config.learning_rate, weight_decay=config.weight_decay),
+    )
+    weights = LossWeights(kl=config.kl_weight, ce=config.ce_weight, temperature=config.temperature)
+    objective = LogitObjective(model, teacher, weights, config.chunk_tokens)
+    with recomputation(model, config.gradient_checkpointing):
+        return run_job(
+            StageJob(
+                stage="stage2",
+                objective=objective,
+                dataset=dataset,
+                config=config,
+                rules=rules,
+                work_dir=work_dir,
+                log=log,
+            )
+        )
+
+
+def _train_only(model: PreTrainedModel, *marks: str) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(mark in name for mark in marks))

@@ -1,4 +1,4 @@
-"""The chunked form: quadratic inside a chunk, the state across chunks; linear time and memory in T. Backward by hand."""
+"""The chunked form: pairs inside a chunk, the state across chunks. Time and memory are linear in the length."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from subquad.kernels.decay import ChunkDecay, chunk_decay
+from subquad.kernels.decay import edge_decay
 from subquad.kernels.inputs import PolyInputs
 from subquad.kernels.products import products, products_backward
-from subquad.kernels.reference import polynomial
 from subquad.kernels.state import PolyState, join_state, multiplicity, row_slices, split_state
+from subquad.kernels.tiles import (
+    TILE_SIZE,
+    Chunk,
+    Score,
+    add_prefix_sums,
+    add_suffix_sums,
+    attend_inside,
+    attend_inside_backward,
+    by_head,
+)
 
-# Backward keeps the states of this many chunks at a time, plus one state per segment of as many chunks.
+# Backward keeps the states of this many chunks at a time, plus one state per so many chunks.
 _CHUNKS_PER_SEGMENT = 16
 
 
@@ -30,183 +39,163 @@ class _Sequence(NamedTuple):
     coefs: Tensor
     state: Tensor | None
     orders: tuple[int, ...]
+    chunk_size: int
+    tile_size: int
+
+    @property
+    def score(self) -> Score:
+        return Score(self.coefs, self.orders)
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """Return where each chunk starts and stops."""
+        num_keys = self.k.shape[-2]
+        return [(start, min(start + self.chunk_size, num_keys)) for start in range(0, num_keys, self.chunk_size)]
+
+    def chunk(self, start: int, stop: int) -> Chunk:
+        """Cut out the keys from `start` to `stop` and the queries at their positions."""
+        ahead = self.k.shape[-2] - self.q.shape[-2]
+        queries, keys = slice(max(start - ahead, 0), max(stop - ahead, 0)), slice(start, stop)
+        log_decay, resets = self.log_decay[..., keys], self.resets[..., keys]
+        return Chunk(
+            q=self.q[..., queries, :],
+            k=self.k[..., keys, :],
+            v=self.v[..., keys, :],
+            log_decay=log_decay,
+            resets=resets,
+            edge=edge_decay(log_decay, resets),
+            queries=queries,
+            keys=keys,
+        )
 
 
-class _Chunk(NamedTuple):
-    """One chunk: `n` keys, and the queries `[first, stop)` of the whole sequence (`m` of them, the last of the keys)."""
-
-    q: Tensor  # [B, Hkv, G * m, d]
-    k: Tensor  # [B, Hkv, n, d]
-    v: Tensor  # [B, Hkv, n, e + 1]
-    decay: ChunkDecay
-    queries: slice
-    keys: slice
-
-
-def _chunk_bounds(num_keys: int, chunk_size: int) -> list[tuple[int, int]]:
-    return [(start, min(start + chunk_size, num_keys)) for start in range(0, num_keys, chunk_size)]
-
-
-def _load(inputs: _Sequence, start: int, stop: int) -> _Chunk:
-    ahead = inputs.k.shape[-2] - inputs.q.shape[-2]
-    queries = slice(max(start - ahead, 0), max(stop - ahead, 0))
-    keys = slice(start, stop)
-    num_queries = queries.stop - queries.start
-    decay = chunk_decay(inputs.log_decay[..., keys], inputs.resets[..., keys], num_queries)
-    q = inputs.q[..., queries, :].flatten(2, 3)
-    return _Chunk(q, inputs.k[..., keys, :], inputs.v[..., keys, :], decay, queries, keys)
-
-
-def _advance(state: Tensor | None, chunk: _Chunk, orders: tuple[int, ...]) -> Tensor:
+def _advance(state: Tensor | None, chunk: Chunk, orders: tuple[int, ...]) -> Tensor:
     """Return the state after the chunk."""
-    v = chunk.v * chunk.decay.to_end.unsqueeze(-1)
+    v = chunk.v * chunk.edge.to_end.unsqueeze(-1)
     parts = []
     for order in orders:
         if order == 0:
             parts.append(v.sum(-2, keepdim=True))
         else:
-            features = chunk.k.mT if order == 1 else products(chunk.k.mT)
-            parts.append(features @ v)
+            parts.append((chunk.k.mT if order == 1 else products(chunk.k.mT)) @ v)
     added = torch.cat(parts, dim=-2)
-    return added if state is None else added.addcmul_(state, chunk.decay.total[..., None, None])
+    return added if state is None else added.addcmul_(state, chunk.edge.total[..., None, None])
 
 
-def _by_head(rows: Tensor, num_groups: int) -> Tensor:
-    return rows.unflatten(2, (num_groups, -1))
+def _query_decay(chunk: Chunk) -> Tensor:
+    """Return the decay from the state to each query, `[B, Hkv, 1, m, 1]`."""
+    first = chunk.k.shape[-2] - chunk.q.shape[-2]
+    return chunk.edge.from_start[:, :, None, first:, None]
 
 
-def _from_state(chunk: _Chunk, state: Tensor, coefs: Tensor, orders: tuple[int, ...]) -> Tensor:
+def _read(chunk: Chunk, state: Tensor, score: Score) -> Tensor:
     """Return what the chunk's queries read from the state before it, `[B, Hkv, G, m, e + 1]`."""
-    head_dim, groups = chunk.q.shape[-1], coefs.shape[-1]
-    out = None
-    for coef, (order, rows) in zip(coefs, row_slices(head_dim, orders).items(), strict=True):
+    groups, num_queries, head_dim = chunk.q.shape[2:]
+    q = chunk.q.flatten(2, 3)
+    out = 0.0
+    for coef, (order, rows) in zip(score.coefs, row_slices(head_dim, score.orders).items(), strict=True):
         part = state[..., rows, :]
-        if order == 1:
-            part = chunk.q @ part
-        elif order == 2:
-            part = products(chunk.q.mT).mT @ (part * multiplicity(head_dim, part)[:, None])
-        part = (_by_head(part, groups) if order else part.unsqueeze(2)) * coef[:, :, None, None]
-        out = part if out is None else out + part
-    return out * chunk.decay.from_start[:, :, None, :, None]
+        if order == 0:
+            part = part.expand(-1, -1, groups * num_queries, -1)
+        elif order == 1:
+            part = q @ part
+        else:
+            part = products(q.mT).mT @ (part * multiplicity(head_dim, part)[:, None])
+        out = out + by_head(part, groups) * coef[:, :, None, None]
+    return out * _query_decay(chunk)
 
 
-def _forward(inputs: _Sequence, chunk_size: int, need_final: bool) -> tuple[Tensor, Tensor | None]:
-    groups = inputs.q.shape[2]
-    out = inputs.v.new_empty(*inputs.q.shape[:-1], inputs.v.shape[-1])
-    state = inputs.state
-    for start, stop in _chunk_bounds(inputs.k.shape[-2], chunk_size):
-        chunk = _load(inputs, start, stop)
+def _forward(seq: _Sequence, output_final_state: bool) -> tuple[Tensor, Tensor | None]:
+    out = seq.v.new_empty(*seq.q.shape[:-1], seq.v.shape[-1])
+    state, num_keys = seq.state, seq.k.shape[-2]
+    for start, stop in seq.bounds():
+        chunk = seq.chunk(start, stop)
         if chunk.q.shape[-2]:
-            score = polynomial(_by_head(chunk.q @ chunk.k.mT, groups), inputs.coefs, inputs.orders)
-            weight = (score * chunk.decay.pair.unsqueeze(2)).flatten(2, 3)
-            part = _by_head(weight @ chunk.v, groups)
-            if state is not None:
-                part = part + _from_state(chunk, state, inputs.coefs, inputs.orders)
-            out[..., chunk.queries, :] = part
-        if need_final or stop < inputs.k.shape[-2]:
-            state = _advance(state, chunk, inputs.orders)
-    return out, state if need_final else None
+            part = attend_inside(chunk, seq.score, seq.tile_size)
+            out[..., chunk.queries, :] = part if state is None else part.add_(_read(chunk, state, seq.score))
+        if output_final_state or stop < num_keys:
+            state = _advance(state, chunk, seq.orders)
+    return out, state if output_final_state else None
 
 
-def _chunks_backwards(inputs: _Sequence, chunk_size: int) -> Iterator[tuple[_Chunk, Tensor | None]]:
+def _chunks_backwards(seq: _Sequence) -> Iterator[tuple[Chunk, Tensor | None]]:
     """Yield every chunk with the state before it, last chunk first, recomputing the states segment by segment."""
-    bounds = _chunk_bounds(inputs.k.shape[-2], chunk_size)
+    bounds = seq.bounds()
     segments = [bounds[i : i + _CHUNKS_PER_SEGMENT] for i in range(0, len(bounds), _CHUNKS_PER_SEGMENT)]
-    first_states = [inputs.state]
+    first_states = [seq.state]
     for segment in segments[:-1]:
         state = first_states[-1]
         for start, stop in segment:
-            state = _advance(state, _load(inputs, start, stop), inputs.orders)
+            state = _advance(state, seq.chunk(start, stop), seq.orders)
         first_states.append(state)
     while segments:
         state, pairs = first_states.pop(), []
-        segment = segments.pop()
-        for start, stop in segment:
-            chunk = _load(inputs, start, stop)
-            pairs.append((chunk, state))
-            if stop != segment[-1][1]:
-                state = _advance(state, chunk, inputs.orders)
+        for start, stop in segments.pop():
+            if pairs:
+                state = _advance(state, pairs[-1][0], seq.orders)
+            pairs.append((seq.chunk(start, stop), state))
         while pairs:
             yield pairs.pop()
 
 
 class _Gradients:
-    """Accumulates the gradients of one backward pass; one method per path by which inputs reach the output.
+    """Accumulates the gradients of one backward pass; one method per way in which inputs reach the output."""
 
-    With `d_out = [d_num, d_den]` and `v` carrying its column of ones, the gradient of a pair's weight is
-    `d_w_ts = d_out_t . v_s`. The gradient of the log decay of token r is the sum of `w_ts d_w_ts` over all pairs
-    `s < r <= t`; it is summed inside the chunk, never as a difference of long sums, so nothing cancels.
-    """
+    def __init__(self, seq: _Sequence) -> None:
+        self.seq = seq
+        self.q, self.k, self.v = (
+            torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (seq.q, seq.k, seq.v)
+        )
+        self.log_decay = torch.zeros_like(seq.log_decay)
+        self.coefs = torch.zeros_like(seq.coefs)
 
-    def __init__(self, inputs: _Sequence) -> None:
-        self.inputs = inputs
-        self.q, self.k, self.v = (torch.zeros_like(x) for x in (inputs.q, inputs.k, inputs.v))
-        self.log_decay = torch.zeros_like(inputs.log_decay)
-        self.coefs = torch.zeros_like(inputs.coefs)
+    def inside_chunk(self, chunk: Chunk, d_out: Tensor) -> None:
+        """Add the gradients of the pairs inside the chunk; `d_out` is `[B, Hkv, G, m, e + 1]`."""
+        grads = attend_inside_backward(chunk, self.seq.score, self.seq.tile_size, d_out)
+        self.q[..., chunk.queries, :] += grads.q
+        self.k[..., chunk.keys, :] += grads.k
+        self.v[..., chunk.keys, :] += grads.v
+        self.log_decay[..., chunk.keys] += grads.log_decay
+        self.coefs += grads.coefs
 
-    def inside_chunk(self, chunk: _Chunk, d_out: Tensor) -> None:
-        """Add the gradients of the pairs inside the chunk; `d_out` is `[B, Hkv, G * m, e + 1]`."""
-        coefs, orders, groups = self.inputs.coefs, self.inputs.orders, self.inputs.q.shape[2]
-        pair = chunk.decay.pair.unsqueeze(2)
-        x = _by_head(chunk.q @ chunk.k.mT, groups)
-        d_score = _by_head(d_out @ chunk.v.mT, groups) * pair
-        score = polynomial(x, coefs, orders)
-        self.v[..., chunk.keys, :] += (score * pair).flatten(2, 3).mT @ d_out
-        self._log_decay_of_pairs(chunk, (score * d_score).sum(2))
-        for i, order in enumerate(orders):
-            self.coefs[i] += (d_score * x**order).sum((0, 3, 4))
-        d_x = (d_score * _derivative(x, coefs, orders)).flatten(2, 3)
-        self.q[..., chunk.queries, :] += _by_head(d_x @ chunk.k, groups)
-        self.k[..., chunk.keys, :] += d_x.mT @ chunk.q
-
-    def _log_decay_of_pairs(self, chunk: _Chunk, weighted: Tensor) -> None:
-        # weighted[t, s] = w_ts d_w_ts. Token r decays the pairs with s < r <= t.
-        num_queries, num_keys = weighted.shape[-2:]
-        before = weighted.cumsum(-1)[..., :-1]
-        rows = torch.arange(num_keys - num_queries, num_keys, device=weighted.device)
-        decayed = rows[:, None] >= torch.arange(1, num_keys, device=weighted.device)
-        self.log_decay[..., chunk.keys][..., 1:] += (before * decayed).sum(-2)
-
-    def read_state(self, chunk: _Chunk, state: Tensor, d_out: Tensor) -> Tensor:
+    def read_state(self, chunk: Chunk, state: Tensor, d_out: Tensor) -> Tensor:
         """Add the gradients of the queries that read the state; return the gradient of that state."""
-        coefs, orders, groups = self.inputs.coefs, self.inputs.orders, self.inputs.q.shape[2]
-        head_dim = chunk.q.shape[-1]
-        d_read = (_by_head(d_out, groups) * chunk.decay.from_start[:, :, None, :, None]).flatten(2, 3)
-        parts, d_log_decay = [], 0.0
-        for i, (order, rows) in enumerate(row_slices(head_dim, orders).items()):
-            part = state[..., rows, :]
-            coef = coefs[i][:, :, None, None]
-            d_scaled = (_by_head(d_read, groups) * coef).flatten(2, 3)
+        groups, num_queries, head_dim = chunk.q.shape[2:]
+        d_read = d_out * _query_decay(chunk)
+        d_rows = d_read.flatten(2, 3)
+        q = chunk.q.flatten(2, 3)
+        q_t = q.mT.contiguous()
+        d_state, per_query = torch.empty_like(state), 0.0
+        for i, (order, rows) in enumerate(row_slices(head_dim, self.seq.orders).items()):
+            part, coef = state[..., rows, :], self.seq.coefs[i][:, :, None, None]
+            d_scaled = (d_read * coef).flatten(2, 3)
             if order == 0:
-                read = (d_read @ part.mT).squeeze(-1)
-                parts.append(d_scaled.sum(-2, keepdim=True))
+                read = (d_rows @ part.mT).squeeze(-1)
+                d_state[..., rows, :] = d_scaled.sum(-2, keepdim=True)
             else:
                 if order == 1:
-                    d_q = d_read @ part.mT
-                    parts.append(chunk.q.mT @ d_scaled)
+                    d_q = d_rows @ part.mT
+                    d_state[..., rows, :] = q_t @ d_scaled
                 else:
                     many = multiplicity(head_dim, part)[:, None]
-                    q_t = chunk.q.mT.contiguous()
-                    d_q = products_backward(q_t, (part * many) @ d_read.mT).mT
-                    parts.append(products(q_t) @ d_scaled * many)
-                # A form of degree n: q . d(form)/dq = n * form.
-                read = (chunk.q * d_q).sum(-1) / order
-                self.q[..., chunk.queries, :] += _by_head(d_q, groups) * coef
-            read = _by_head(read, groups)
+                    d_q = products_backward(q_t, (part * many) @ d_rows.mT).mT
+                    d_state[..., rows, :] = products(q_t) @ d_scaled * many
+                # For a form f of degree n, q . df/dq = n f.
+                read = (q * d_q).sum(-1) / order
+                self.q[..., chunk.queries, :] += by_head(d_q, groups) * coef
+            read = by_head(read, groups)
             self.coefs[i] += read.sum((0, 3))
-            d_log_decay = d_log_decay + (read * coef.squeeze(-1)).sum(2)
-        # Token r decays what every query t >= r of the chunk reads.
-        suffix = d_log_decay.flip(-1).cumsum(-1).flip(-1)
-        ahead = chunk.k.shape[-2] - suffix.shape[-1]
-        self.log_decay[..., chunk.keys][..., ahead:] += suffix
-        self.log_decay[..., chunk.keys][..., :ahead] += suffix[..., :1]
-        return torch.cat(parts, dim=-2)
+            per_query = per_query + (read * coef.squeeze(-1)).sum(2)
+        ahead = chunk.k.shape[-2] - num_queries
+        per_query = torch.nn.functional.pad(per_query, (ahead, 0))
+        add_suffix_sums(self.log_decay[..., chunk.keys], per_query)
+        return d_state
 
-    def write_state(self, chunk: _Chunk, d_state: Tensor) -> None:
+    def write_state(self, chunk: Chunk, d_state: Tensor) -> None:
         """Add the gradients of the keys and values that were written to the state after the chunk."""
-        v = chunk.v * chunk.decay.to_end.unsqueeze(-1)
+        to_end = chunk.edge.to_end.unsqueeze(-1)
+        v = chunk.v * to_end
         d_v, d_k = torch.zeros_like(v), torch.zeros_like(chunk.k)
-        for order, rows in row_slices(chunk.k.shape[-1], self.inputs.orders).items():
+        for order, rows in row_slices(chunk.k.shape[-1], self.seq.orders).items():
             part = d_state[..., rows, :]
             if order == 0:
                 d_v += part
@@ -217,49 +206,40 @@ class _Gradients:
                 k_t = chunk.k.mT.contiguous()
                 d_v += products(k_t).mT @ part
                 d_k += products_backward(k_t, part @ v.mT).mT
-        d_v *= chunk.decay.to_end.unsqueeze(-1)
-        # Token r decays what every token s < r of the chunk wrote.
-        prefix = (chunk.v * d_v).sum(-1).cumsum(-1)
-        self.log_decay[..., chunk.keys][..., 1:] += prefix[..., :-1]
+        d_v *= to_end
+        add_prefix_sums(self.log_decay[..., chunk.keys], (chunk.v * d_v).sum(-1))
         self.v[..., chunk.keys, :] += d_v
         self.k[..., chunk.keys, :] += d_k
 
-    def pass_state(self, chunk: _Chunk, state: Tensor, d_state: Tensor) -> Tensor:
-        """Add the gradient of the decay on the state across the whole chunk; return the gradient of the state before."""
-        d_before = d_state * chunk.decay.total[..., None, None]
+    def pass_state(self, chunk: Chunk, state: Tensor, d_state: Tensor) -> Tensor:
+        """Add the gradient of the decay of the state across the chunk; return the gradient of the state before it."""
+        d_before = d_state * chunk.edge.total[..., None, None]
         self.log_decay[..., chunk.keys] += (state * d_before).sum((-2, -1)).unsqueeze(-1)
         return d_before
 
 
-def _derivative(x: Tensor, coefs: Tensor, orders: tuple[int, ...]) -> Tensor:
-    lower = tuple(order - 1 for order in orders if order)
-    if not lower:
-        return torch.zeros_like(x)
-    factors = torch.tensor([order for order in orders if order], dtype=coefs.dtype, device=coefs.device)
-    return polynomial(x, coefs[len(orders) - len(lower) :] * factors[:, None, None], lower)
-
-
-def _backward(
-    inputs: _Sequence, chunk_size: int, d_out: Tensor | None, d_state: Tensor | None
-) -> tuple[_Gradients, Tensor | None]:
-    grads = _Gradients(inputs)
-    for chunk, state in _chunks_backwards(inputs, chunk_size):
+def _backward(seq: _Sequence, d_out: Tensor | None, d_state: Tensor | None) -> tuple[_Gradients, Tensor | None]:
+    """Return the gradients of the inputs and of the initial state."""
+    grads = _Gradients(seq)
+    for chunk, state in _chunks_backwards(seq):
         d_before = None
         if d_state is not None:
             grads.write_state(chunk, d_state)
             if state is not None:
                 d_before = grads.pass_state(chunk, state, d_state)
         if d_out is not None and chunk.q.shape[-2]:
-            d_rows = d_out[..., chunk.queries, :].flatten(2, 3)
-            grads.inside_chunk(chunk, d_rows)
+            d_chunk = d_out[..., chunk.queries, :]
+            grads.inside_chunk(chunk, d_chunk)
             if state is not None:
-                read = grads.read_state(chunk, state, d_rows)
-                d_before = read if d_before is None else d_before + read
+                read = grads.read_state(chunk, state, d_chunk)
+                d_before = read if d_before is None else d_before.add_(read)
         d_state = d_before
     return grads, d_state
 
 
 class _ChunkedAttention(torch.autograd.Function):
+    """Saves only its inputs; backward recomputes scores and states."""
+
     @staticmethod
     def forward(
         ctx: FunctionCtx,
@@ -271,41 +251,51 @@ class _ChunkedAttention(torch.autograd.Function):
         coefs: Tensor,
         state: Tensor | None,
         orders: tuple[int, ...],
-        chunk_size: int,
+        sizes: tuple[int, int],
         output_final_state: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(q, k, v, log_decay, resets, coefs, state)
-        ctx.orders, ctx.chunk_size = orders, chunk_size
+        ctx.static = (orders, *sizes)
         ctx.set_materialize_grads(False)
-        return _forward(_Sequence(q, k, v, log_decay, resets, coefs, state, orders), chunk_size, output_final_state)
+        return _forward(_Sequence(q, k, v, log_decay, resets, coefs, state, orders, *sizes), output_final_state)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, d_out: Tensor | None, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, log_decay, resets, coefs, state = ctx.saved_tensors
-        inputs = _Sequence(q, k, v, log_decay, resets, coefs, state, ctx.orders)
-        # Backward may run inside a caller's autocast region, which would take the products down to bf16.
-        with torch.autocast(q.device.type, enabled=False):
-            grads, d_initial = _backward(inputs, ctx.chunk_size, d_out, d_state)
+        seq = _Sequence(*ctx.saved_tensors, *ctx.static)
+        # Backward may run inside a caller's autocast region, which would take the matrix products down to bf16.
+        with torch.autocast(seq.q.device.type, enabled=False):
+            grads, d_initial = _backward(seq, d_out, d_state)
         return grads.q, grads.k, grads.v, grads.log_decay, None, grads.coefs, d_initial, None, None, None
 
 
-def chunked_attention(inputs: PolyInputs, chunk_size: int, output_final_state: bool) -> tuple[Tensor, PolyState | None]:
-    """Compute the op in chunks (differentiable once, with a backward that recomputes scores and states).
+def chunked_attention(
+    inputs: PolyInputs, chunk_size: int, output_final_state: bool, tile_size: int = TILE_SIZE
+) -> tuple[Tensor, PolyState | None]:
+    """Compute the op in chunks (differentiable once).
 
-    Saves only its inputs: O(T (d + e)) memory, plus one state per 16 chunks while backward runs.
+    Saves only its inputs, `O(T (d + e))` numbers; backward holds at most 16 states plus one per 16 chunks.
 
     Args:
         inputs: The op's inputs; powers at most 2; `Tq <= T`, the queries being the last positions.
-        chunk_size: Tokens per chunk, at least 1.
+        chunk_size: Tokens per chunk, at least 1. The result does not depend on it.
         output_final_state: Whether to return the state after the last key.
+        tile_size: Queries per tile inside a chunk, at least 1. The result does not depend on it.
 
     Returns:
         Numerator and, as last column, normaliser `[B, Hkv, G, Tq, e + 1]`; the final state or None.
     """
     state = None if inputs.state is None else join_state(inputs.state)
-    sequence = _Sequence(
-        inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.resets, inputs.coefs, state, inputs.orders
+    out, final_state = _ChunkedAttention.apply(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.log_decay,
+        inputs.resets,
+        inputs.coefs,
+        state,
+        inputs.orders,
+        (chunk_size, tile_size),
+        output_final_state,
     )
-    out, final_state = _ChunkedAttention.apply(*sequence, chunk_size, output_final_state)
     return out, None if final_state is None else split_state(final_state)

@@ -1,4 +1,4 @@
-"""Decay factors. Every exponent is a sum of terms <= 0, taken chunk-locally in float64, and masked before `exp`."""
+"""Decay factors: every exponent is a sum of terms <= 0, taken inside a chunk in float64 and masked before `exp`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# exp(-1e4) is 0 in float64 too; without the bound one huge finite decay would swallow its neighbours in a cumulative sum.
+# exp(-1e4) is 0 in float64 too; without this bound one huge finite decay would swallow its neighbours in a sum.
 _LOWEST_LOG_DECAY = -1e4
 
 
-class ChunkDecay(NamedTuple):
-    """Decay factors of one chunk of n tokens, all in [0, 1].
+class EdgeDecay(NamedTuple):
+    """Decay between the tokens of a stretch of n tokens and its two ends; 0 across a reset.
 
     Attributes:
-        pair: `[B, Hkv, n, n]`, `exp(L_ts)` for `s <= t` in one segment, else 0.
-        from_start: `[B, Hkv, n]`, from the state before the chunk to token t.
-        to_end: `[B, Hkv, n]`, from token s to the end of the chunk.
-        total: `[B, Hkv]`, from the state before the chunk to its end.
+        from_start: `[B, Hkv, n]`, from what came before the stretch to token t.
+        to_end: `[B, Hkv, n]`, from token s to the end of the stretch.
+        total: `[B, Hkv]`, from what came before the stretch to its end.
     """
 
-    pair: Tensor
     from_start: Tensor
     to_end: Tensor
     total: Tensor
@@ -40,40 +38,49 @@ def split_resets(log_decay: Tensor) -> tuple[Tensor, Tensor]:
     return log_decay.masked_fill(resets, 0.0).clamp(_LOWEST_LOG_DECAY, 0.0), resets
 
 
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which log decays are summed: float64 where the device has it."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _factor(exponent: Tensor, visible: Tensor, dtype: torch.dtype) -> Tensor:
-    return exponent.clamp(max=0.0).to(dtype).masked_fill(~visible, -torch.inf).exp()
-
-
-def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """Return `[num_queries, num_keys]`, True where a query sees a key; the queries are the last positions."""
-    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
-
-
-def chunk_decay(log_decay: Tensor, resets: Tensor, num_queries: int) -> ChunkDecay:
-    """Compute the decay factors of one chunk (differentiable).
+def edge_decay(log_decay: Tensor, resets: Tensor) -> EdgeDecay:
+    """Compute the decay to and from both ends of a stretch of tokens (differentiable).
 
     Args:
         log_decay: `[B, Hkv, n]`, finite, <= 0; its dtype is the result's.
         resets: `[B, Hkv, n]`, True where nothing from before the token may be seen.
-        num_queries: How many of the last tokens are queried; `pair` and `from_start` have that many rows.
 
     Returns:
-        The factors.
+        The factors, in [0, 1].
     """
     dtype = log_decay.dtype
-    total = log_decay.to(wide_dtype(log_decay.device)).cumsum(-1)
-    segment = resets.cumsum(-1)
-    rows = slice(log_decay.shape[-1] - num_queries, None)
-    visible = segment[..., rows, None] == segment[..., None, :]
-    visible = visible & causal_mask(num_queries, log_decay.shape[-1], log_decay.device)
-    return ChunkDecay(
-        pair=_factor(total[..., rows, None] - total[..., None, :], visible, dtype),
-        from_start=_factor(total[..., rows], segment[..., rows] == 0, dtype),
-        to_end=_factor(total[..., -1:] - total, segment[..., -1:] == segment, dtype),
+    total, segment = _cumulate(log_decay, resets)
+    return EdgeDecay(
+        from_start=_factor(total, segment == 0, dtype),
+        to_end=_factor(total[..., -1:] - total, segment == segment[..., -1:], dtype),
         total=_factor(total[..., -1], segment[..., -1] == 0, dtype),
     )
+
+
+def pair_decay(log_decay: Tensor, resets: Tensor, num_queries: int) -> Tensor:
+    """Compute `exp(L_ts)` for every query and key of a stretch of n tokens (differentiable).
+
+    Args:
+        log_decay: `[B, Hkv, n]`, finite, <= 0; its dtype is the result's.
+        resets: `[B, Hkv, n]`, True where nothing from before the token may be seen.
+        num_queries: How many of the tokens, the last ones, are queries.
+
+    Returns:
+        `[B, Hkv, num_queries, n]`, in [0, 1]; 0 for keys after the query and for keys before a reset.
+    """
+    total, segment = _cumulate(log_decay, resets)
+    num_keys = log_decay.shape[-1]
+    rows = slice(num_keys - num_queries, None)
+    causal = torch.ones(num_queries, num_keys, dtype=torch.bool, device=total.device).tril(num_keys - num_queries)
+    visible = (segment[..., rows, None] == segment[..., None, :]) & causal
+    return _factor(total[..., rows, None] - total[..., None, :], visible, log_decay.dtype)
+
+
+def _cumulate(log_decay: Tensor, resets: Tensor) -> tuple[Tensor, Tensor]:
+    # Apple's GPUs have no float64.
+    wide = torch.float32 if log_decay.device.type == "mps" else torch.float64
+    return log_decay.to(wide).cumsum(-1), resets.cumsum(-1)
+
+
+def _factor(exponent: Tensor, visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return exponent.clamp(max=0.0).to(dtype).masked_fill(~visible, -torch.inf).exp()

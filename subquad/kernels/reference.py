@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from subquad.kernels.decay import chunk_decay
+from subquad.kernels.decay import edge_decay, pair_decay
 from subquad.kernels.inputs import PolyInputs
 from subquad.kernels.state import PolyState, join_state, key_features, query_features, split_state
 
@@ -40,16 +40,18 @@ def quadratic_attention(inputs: PolyInputs, output_final_state: bool) -> tuple[T
         Numerator and, as last column, normaliser `[B, Hkv, G, Tq, e + 1]`; the final state or None.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
-    decay = chunk_decay(inputs.log_decay, inputs.resets, q.shape[-2])
+    num_queries = q.shape[-2]
+    pair = pair_decay(inputs.log_decay, inputs.resets, num_queries)
+    edge = edge_decay(inputs.log_decay, inputs.resets)
     score = polynomial(q @ k.mT.unsqueeze(2), inputs.coefs, inputs.orders)
-    out = (score * decay.pair.unsqueeze(2)) @ v.unsqueeze(2)
+    out = (score * pair.unsqueeze(2)) @ v.unsqueeze(2)
     before = None if inputs.state is None else join_state(inputs.state)
     if before is not None:
         features = query_features(q, inputs.coefs.unsqueeze(-1), inputs.orders)
-        out = out + features @ before.unsqueeze(2) * decay.from_start[:, :, None, :, None]
+        out = out + features @ before.unsqueeze(2) * edge.from_start[:, :, None, -num_queries:, None]
     if not output_final_state:
         return out, None
-    state = key_features(k, inputs.orders).mT @ (v * decay.to_end.unsqueeze(-1))
+    state = key_features(k, inputs.orders).mT @ (v * edge.to_end.unsqueeze(-1))
     if before is not None:
-        state = state + before * decay.total[..., None, None]
+        state = state + before * edge.total[..., None, None]
     return out, split_state(state)

@@ -185,14 +185,47 @@ def compare_losses(first: LossResult, second: LossResult) -> LossDifference:
     Raises:
         ConfigError: The two were not measured on the same tokens.
     """
-    counts = [result.row_tokens.sum(1) for result in (first, second)]
-    if not torch.equal(counts[0], counts[1]):
+    _check_same_tokens(first, second)
+    return _paired(first.row_sums.sum(1) - second.row_sums.sum(1), first.row_tokens.sum(1))
+
+
+def compare_losses_by_position(first: LossResult, second: LossResult) -> list[LossDifference]:
+    """Return the paired difference `first - second` in each position bucket that holds a token.
+
+    Args:
+        first: Result of one model or mode.
+        second: Result of the other, on the same rows and with the same buckets.
+
+    Returns:
+        Differences in the order of `LossResult.by_position`.
+
+    Raises:
+        ConfigError: The two were not measured on the same tokens or with the same buckets.
+    """
+    _check_same_tokens(first, second)
+    if first.position_buckets != second.position_buckets:
+        raise ConfigError(
+            f"position buckets differ: {first.position_buckets} and {second.position_buckets}. Evaluate both with the "
+            "same buckets."
+        )
+    difference = first.row_sums - second.row_sums
+    return [
+        _paired(difference[:, index], tokens)
+        for index, tokens in enumerate(first.row_tokens.unbind(1))
+        if int(tokens.sum())
+    ]
+
+
+def _check_same_tokens(first: LossResult, second: LossResult) -> None:
+    if not torch.equal(first.row_tokens.sum(1), second.row_tokens.sum(1)):
         raise ConfigError(
             f"losses on different tokens cannot be compared: {first.num_tokens} tokens in {first.num_rows} rows and "
             f"{second.num_tokens} in {second.num_rows}. Evaluate both on the same rows."
         )
-    sums = first.row_sums.sum(1) - second.row_sums.sum(1)
-    return LossDifference(float(sums.sum()) / first.num_tokens, _ratio_standard_error(sums, counts[0]))
+
+
+def _paired(sums: Tensor, tokens: Tensor) -> LossDifference:
+    return LossDifference(float(sums.sum()) / int(tokens.sum()), _ratio_standard_error(sums, tokens))
 
 
 def perplexity(loss: float) -> float:

@@ -15,8 +15,8 @@ from subquad.eval.modes import EvalMode, evaluation_mode
 from subquad.eval.results import CacheTable
 from subquad.layers import MixerConfig, SubquadAttention, cache_bytes, layer_geometry
 
-MEASURED_LENGTHS = (128, 256, 512, 1024, 2048)
-COMPUTED_LENGTHS = (*MEASURED_LENGTHS, 4096, 8192, 16384, 32768, 65536, 131072)
+LENGTHS = tuple(2**power for power in range(7, 18))
+LONGEST_MEASURED = 2048
 LONGEST_CROSSOVER = 2**26
 _SOFTMAX = MixerConfig(score="softmax")
 
@@ -118,7 +118,7 @@ def computed_cache_bytes(model: PreTrainedModel, seq_len: int, *, student: bool,
         Bytes, summed over the layers.
     """
     decoder = model.get_decoder()
-    dtype = decoder.get_input_embeddings().weight.dtype
+    dtype = _cache_dtype(model)
     total = 0
     geometry = layer_geometry(decoder.config)
     for layer in decoder.layers:
@@ -152,48 +152,54 @@ def crossover_length(student: Callable[[int], int], kv: Callable[[int], int]) ->
 
 def cache_table(
     model: PreTrainedModel,
+    lengths: Sequence[int] = LENGTHS,
     *,
-    measured_lengths: Sequence[int] = MEASURED_LENGTHS,
-    computed_lengths: Sequence[int] = COMPUTED_LENGTHS,
+    longest_measured: int = LONGEST_MEASURED,
     progress: Progress | None = None,
 ) -> tuple[CacheTable, list[str]]:
-    """Measure and compute the memory of a converted model against its teacher's key/value cache, for one sequence.
+    """Compare the memory of a converted model with its teacher's key/value cache, for one sequence.
 
     Args:
         model: A converted model.
-        measured_lengths: Lengths that are really run, in student and in teacher mode.
-        computed_lengths: Further lengths, by formula.
+        lengths: Numbers of tokens.
+        longest_measured: Lengths up to this one are run, in student and in teacher mode; the others are computed.
         progress: Called with (tokens done, tokens in all) over both runs.
 
     Returns:
         The table, and one note for each length at which the formula and the measurement differ.
+
+    Raises:
+        ConfigError: No length, or one below 1.
     """
-    runs: dict[EvalMode, dict[int, int]] = {}
+    measured_lengths = [length for length in lengths if length <= longest_measured]
+    columns: dict[EvalMode, dict[int, int]] = {}
+    notes = []
     modes: tuple[EvalMode, EvalMode] = ("student", "teacher")
     for index, mode in enumerate(modes):
-        runs[mode] = measure_cache_bytes(model, measured_lengths, mode, progress=_shifted(progress, index, len(modes)))
-    notes, columns = [], {}
-    for mode, measured in runs.items():
-        computed = {n: computed_cache_bytes(model, n, student=mode == "student") for n in computed_lengths}
+        computed = {n: computed_cache_bytes(model, n, student=mode == "student") for n in sorted(set(lengths))}
+        report = _shifted(progress, index, len(modes))
+        measured = measure_cache_bytes(model, measured_lengths, mode, progress=report) if measured_lengths else {}
+        columns[mode] = {**computed, **measured}
         notes += [
-            f"The {mode}'s cache after {n:,} tokens holds {measured[n]:,} bytes where its formula says {computed[n]:,}."
-            for n in measured
-            if n in computed and measured[n] != computed[n]
+            f"The {mode}'s cache after {n:,} tokens holds {size:,} bytes where its formula says {computed[n]:,}."
+            for n, size in measured.items()
+            if computed[n] != size
         ]
-        columns[mode] = dict(sorted({**computed, **measured}.items()))
-    crossover = crossover_length(
-        lambda length: computed_cache_bytes(model, length, student=True),
-        lambda length: computed_cache_bytes(model, length, student=False),
-    )
-    dtype = model.get_decoder().get_input_embeddings().weight.dtype
     table = CacheTable(
         student=columns["student"],
         kv=columns["teacher"],
         measured_lengths=sorted(set(measured_lengths)),
-        crossover_length=crossover,
-        dtype=str(dtype).removeprefix("torch."),
+        crossover_length=crossover_length(
+            lambda length: computed_cache_bytes(model, length, student=True),
+            lambda length: computed_cache_bytes(model, length, student=False),
+        ),
+        dtype=str(_cache_dtype(model)).removeprefix("torch."),
     )
     return table, notes
+
+
+def _cache_dtype(model: PreTrainedModel) -> torch.dtype:
+    return model.get_decoder().get_input_embeddings().weight.dtype
 
 
 def _steps(num_tokens: int, chunk_size: int) -> list[int]:

@@ -59,16 +59,13 @@ def evaluation_mode(model: nn.Module, mode: EvalMode | None) -> Iterator[None]:
 
 @contextmanager
 def _adapters_off(model: nn.Module) -> Iterator[None]:
-    active = [
-        module for module in model.modules() if isinstance(module, BaseTunerLayer) and not module.disable_adapters
-    ]
-    grads = {param: param.requires_grad for module in active for param in module.parameters()}
+    adapted = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
+    active = [module for module in adapted if not module.disable_adapters]
     try:
         for module in active:
-            module.enable_adapters(False)
+            # peft's own switch also freezes the adapter's parameters, and unfreezes all of them afterwards.
+            module._disable_adapters = True
         yield
     finally:
         for module in active:
-            module.enable_adapters(True)
-        for param, requires_grad in grads.items():
-            param.requires_grad_(requires_grad)
+            module._disable_adapters = False

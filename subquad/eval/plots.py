@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from subquad.eval.style import (
 from subquad.eval.training_log import TrainingCurve
 
 STAGE_LABELS = {
-    "stage1": ("Stage 1: each layer matches its teacher", "Normalised output error (share of teacher's variance)"),
+    "stage1": ("Stage 1: each layer matches its teacher", "Squared error (share of the teacher's output)"),
     "stage2": ("Stage 2: the model matches its teacher", "Distillation loss (nats per token)"),
 }
 
@@ -62,13 +62,13 @@ def write_plots(results: Results, curves: Sequence[TrainingCurve], folder: Path)
     if results.cache_bytes is not None:
         plots.append(plot_memory(results.cache_bytes, folder / "memory.png"))
     for curve in curves:
-        if len(curve.steps) > 1:
+        if len(curve.tokens) > 1:
             plots.append(plot_training(curve, folder / f"training_{curve.stage}.png"))
     return plots
 
 
 def plot_training(curve: TrainingCurve, path: Path) -> Plot:
-    """Draw the training loss of a stage over steps, with a running mean where there are enough steps.
+    """Draw the training loss of a stage over tokens, with a running mean where there are enough points.
 
     Args:
         curve: The curve.
@@ -78,20 +78,21 @@ def plot_training(curve: TrainingCurve, path: Path) -> Plot:
         The plot.
     """
     title, y_label = STAGE_LABELS.get(curve.stage, (f"Training: {curve.stage}", "Loss"))
-    figure, axes = new_figure(title, "Optimiser step", y_label)
+    figure, axes = new_figure(title, "Training tokens", y_label)
     losses = np.asarray(curve.losses)
     width = max(1, len(losses) // 20)
-    axes.plot(curve.steps, losses, color=BLUE, linewidth=1, alpha=0.4 if width > 1 else 1.0, label="each log record")
+    axes.plot(curve.tokens, losses, color=BLUE, linewidth=1, alpha=0.4 if width > 1 else 1.0, label="each log line")
     if width > 1:
         means = np.convolve(losses, np.ones(width) / width, mode="valid")
-        axes.plot(curve.steps[width - 1 :], means, color=BLUE, linewidth=2.2, label=f"mean of the last {width} records")
+        axes.plot(curve.tokens[width - 1 :], means, color=BLUE, linewidth=2.2, label=f"mean of the last {width} lines")
         axes.legend(frameon=False, fontsize=10)
     if losses.min() > 0 and losses.max() / losses.min() > 20:
         axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.margins(x=0.02)
     save_figure(figure, path)
-    alt = f"{title}: from {losses[0]:.4g} at step {curve.steps[0]} to {losses[-1]:.4g} at step {curve.steps[-1]}"
-    return Plot(path, alt, f"{alt}. Training batches differ, so single records scatter.")
+    story = f"From {losses[0]:.4g} on the first log line to {losses[-1]:.4g} after {curve.tokens[-1]:,} tokens."
+    return Plot(path, title, f"{story} Every point is measured on other text, so they scatter.")
 
 
 def plot_loss_by_position(buckets: Sequence[PositionLoss], path: Path) -> Plot:
@@ -113,13 +114,17 @@ def plot_loss_by_position(buckets: Sequence[PositionLoss], path: Path) -> Plot:
     for name in names:
         color, marker, dash = SERIES[name]
         values = [bucket.loss[name] - bucket.loss["teacher"] for bucket in buckets]
-        axes.plot(slots, values, color=color, marker=marker, linestyle=dash, linewidth=2, label=LOSS_LABELS[name])
-    axes.set_xticks(list(slots), [format_positions(b.start, b.end).replace("-", "–\n") for b in buckets])
+        errors = [bucket.error_to_teacher.get(name, 0.0) for bucket in buckets]
+        label = LOSS_LABELS[name]
+        axes.errorbar(slots, values, errors, color=color, marker=marker, linestyle=dash, linewidth=2, label=label)
+    labels = [format_positions(bucket.start, bucket.end) for bucket in buckets]
+    crowded = len(buckets) > 6
+    axes.set_xticks(list(slots), labels, rotation=30 if crowded else 0, ha="right" if crowded else "center")
     axes.legend(frameon=False, fontsize=10)
     save_figure(figure, path)
     caption = (
         "Held-out loss minus the teacher's on the same tokens, in buckets of the number of tokens before the predicted "
-        "one. The teacher is the line at zero; lower is better."
+        "one; bars are standard errors of the paired difference. The teacher is the line at zero; lower is better."
     )
     return Plot(path, title, caption)
 
@@ -156,7 +161,11 @@ def plot_memory(table: CacheTable, path: Path) -> Plot:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
     axes.legend(frameon=False, fontsize=10, loc="upper left")
     save_figure(figure, path)
-    return Plot(path, title, f"{crossover_sentence(table)} Batch of {table.batch_size}, {table.dtype} keys and values.")
+    caption = (
+        f"Batch of {table.batch_size}, keys and values in {table.dtype}, states in float32. Points were read from a "
+        "real cache; the lines are computed."
+    )
+    return Plot(path, title, caption)
 
 
 def crossover_sentence(table: CacheTable) -> str:
@@ -171,14 +180,10 @@ def _mark_crossover(axes: Axes, table: CacheTable) -> None:
     lengths = sorted(table.student)
     if length is None or not lengths[0] <= length <= lengths[-1]:
         return
-    interpolate: Callable[..., float] = np.interp
-    size = 2 ** float(interpolate(np.log2(length), np.log2(lengths), [np.log2(table.student[n]) for n in lengths]))
-    axes.axvline(length, color=ORANGE, linestyle="--", linewidth=1.5)
+    size = 2 ** np.interp(np.log2(length), np.log2(lengths), [np.log2(table.student[n]) for n in lengths])
+    bottom = axes.get_ylim()[0]
+    axes.plot([length, length], [bottom, size], color=ORANGE, linestyle="--", linewidth=2)
+    axes.set_ylim(bottom=bottom)
     axes.annotate(
-        f"crossover: {length:,} tokens",
-        (length, size),
-        xytext=(10, -26),
-        textcoords="offset points",
-        fontsize=10,
-        arrowprops={"arrowstyle": "-", "color": GREY},
+        f"crossover: {length:,} tokens", (length, bottom), xytext=(8, 10), textcoords="offset points", fontsize=10
     )

@@ -8,15 +8,15 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from subquad.errors import ConfigError
-from subquad.eval.loss import LossResult, compare_losses
+from subquad.eval.loss import LossResult, compare_losses, compare_losses_by_position
 
 LossName = Literal["teacher", "window_only", "student_start", "student", "student_without_far"]
 LOSS_LABELS: dict[LossName, str] = {
     "teacher": "Teacher (softmax)",
     "window_only": "Window-only control",
-    "student_start": "Student before distillation",
-    "student": "Student after distillation",
-    "student_without_far": "Student after distillation, far part off",
+    "student_start": "Student at its start",
+    "student": "Student, distilled",
+    "student_without_far": "Student, far part off",
 }
 _COMPARED: tuple[tuple[LossName, LossName], ...] = (
     ("student", "student_start"),
@@ -88,12 +88,14 @@ class PositionLoss(_Frozen):
         end: One past the last position; None for no bound.
         num_tokens: Predicted tokens.
         loss: Nats per token, by model.
+        error_to_teacher: Standard error of (model - teacher) on these tokens, by model; empty where there is none.
     """
 
     start: int
     end: int | None
     num_tokens: int
     loss: dict[LossName, Loss]
+    error_to_teacher: dict[LossName, Loss] = {}
 
 
 class CacheTable(_Frozen):
@@ -256,8 +258,20 @@ def gap_closed(teacher: float, student: float, window_only: float | None) -> flo
 
 def _by_position(losses: Mapping[LossName, LossResult]) -> list[PositionLoss]:
     columns = {name: result.by_position for name, result in losses.items()}
+    pairs = {
+        name: compare_losses_by_position(result, losses["teacher"])
+        for name, result in losses.items()
+        if name != "teacher"
+    }
     rows = []
     for index, bucket in enumerate(columns["student"]):
-        loss = {name: column[index].loss for name, column in columns.items()}
-        rows.append(PositionLoss(start=bucket.start, end=bucket.end, num_tokens=bucket.num_tokens, loss=loss))
+        errors = {name: pair[index].standard_error for name, pair in pairs.items()}
+        row = PositionLoss(
+            start=bucket.start,
+            end=bucket.end,
+            num_tokens=bucket.num_tokens,
+            loss={name: column[index].loss for name, column in columns.items()},
+            error_to_teacher={name: error for name, error in errors.items() if error is not None},
+        )
+        rows.append(row)
     return rows

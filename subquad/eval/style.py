@@ -77,5 +77,5 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_positions(start: int, end: int | None) -> str:
-    """Return a position bucket as `64-127` or `8,192 and up`."""
-    return f"{start:,} and up" if end is None else f"{start:,}-{end - 1:,}"
+    """Return a position bucket as `64–127` or `8,192 and up`."""
+    return f"{start:,} and up" if end is None else f"{start:,}–{end - 1:,}"

@@ -27,11 +27,13 @@ def print_summary(results: Results, report_path: Path, console: Console | None =
         _table("Held-out loss", ["Model", "Nats/token", "Perplexity", "Student minus this"], loss_table(results))
     )
     if results.cache_bytes is not None:
-        head = ["Tokens", "Key/value cache", "Student", "Ratio", ""]
+        head = ["Tokens", "Key/value cache", "Student", "KV ÷ student", ""]
         console.print(_table("Memory while generating", head, memory_table(results.cache_bytes)))
         console.print(crossover_sentence(results.cache_bytes), highlight=False)
     for sample in results.samples:
-        line = Text.assemble((f"{LOSS_LABELS[sample.model]}: ", "bold"), sample.prompt, (sample.text, "italic"))
+        line = Text.assemble(
+            (f"{LOSS_LABELS[sample.model]}: ", "bold"), sample.prompt, (" ".join(["", *sample.text.split()]), "italic")
+        )
         console.print(line)
     verdict = judge(results)
     console.print(Text(verdict.headline, style="bold green" if verdict.success else "bold yellow"))

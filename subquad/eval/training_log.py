@@ -17,20 +17,20 @@ class TrainingCurve:
 
     Attributes:
         stage: Name of the stage.
-        steps: Optimiser steps, ascending.
-        losses: Loss at each step.
+        tokens: Tokens trained on so far, ascending.
+        losses: Mean loss since the point before.
     """
 
     stage: str
-    steps: list[int]
+    tokens: list[int]
     losses: list[float]
 
 
 def read_curves(run_dir: Path) -> tuple[list[TrainingCurve], list[str]]:
     """Read the training curves of a run.
 
-    A resumed run writes the steps after its checkpoint again; the later record of a step counts. A line that cannot be
-    read (a killed process can leave half a line) is left out and counted in a note.
+    Where a number of tokens occurs twice in a stage (a resumed run) the later line counts. A line that cannot be read
+    (a killed process can leave half a line) is left out and counted in a note.
 
     Args:
         run_dir: The run's folder.
@@ -45,31 +45,23 @@ def read_curves(run_dir: Path) -> tuple[list[TrainingCurve], list[str]]:
         return [], [f"The run has no {LOG_FILE}, so there are no training curves."]
     stages: dict[str, dict[int, float]] = {}
     num_unreadable = 0
-    for line in lines:
-        if not line.strip():
-            continue
+    for line in filter(str.strip, lines):
         try:
-            record = json.loads(line)
-            point = _point(record)
-        except (ValueError, TypeError, KeyError, AttributeError):
+            stage, tokens, loss = _point(json.loads(line))
+        except (ValueError, TypeError, KeyError):
             num_unreadable += 1
             continue
-        if point is not None:
-            stage, step, loss = point
-            stages.setdefault(stage, {})[step] = loss
-    notes = [f"{num_unreadable} unreadable lines of {LOG_FILE} were left out."] if num_unreadable else []
+        if math.isfinite(loss):
+            stages.setdefault(stage, {})[tokens] = loss
+    notes = [f"Unreadable lines of {LOG_FILE} that were left out: {num_unreadable}."] if num_unreadable else []
     if not stages:
         notes.append(f"{LOG_FILE} holds no training steps, so there are no training curves.")
     curves = []
     for stage, points in stages.items():
-        steps = sorted(points)
-        curves.append(TrainingCurve(stage, steps, [points[step] for step in steps]))
+        tokens_done = sorted(points)
+        curves.append(TrainingCurve(stage, tokens_done, [points[tokens] for tokens in tokens_done]))
     return curves, notes
 
 
-def _point(record: dict[str, Any]) -> tuple[str, int, float] | None:
-    """Return (stage, step, loss) of a training record, None for a record of another kind."""
-    if "stage" not in record or "loss" not in record or "step" not in record:
-        return None
-    loss = float(record["loss"])
-    return (str(record["stage"]), int(record["step"]), loss) if math.isfinite(loss) else None
+def _point(record: dict[str, Any]) -> tuple[str, int, float]:
+    return str(record["stage"]), int(record["tokens"]), float(record["loss"])

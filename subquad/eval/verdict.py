@@ -72,17 +72,28 @@ def _sentence(rival: str, pair: PairedDifference) -> str:
         "does not beat": "higher than",
         "ties with": "not clearly different from",
     }[_outcome(pair)]
-    error = "" if pair.standard_error is None else f" ± {pair.standard_error:.4f}"
-    return f"Its loss is {words} that of {rival}: {pair.difference:+.4f}{error} nats per token (paired, same tokens)."
+    difference = format_nats(pair.difference, pair.standard_error)
+    return f"Its loss is {words} that of {rival}: {difference} (paired, same tokens)."
+
+
+def format_nats(difference: float, standard_error: float | None) -> str:
+    """Return a difference of losses as `-0.0281 ± 0.0021 nats per token`."""
+    error = "" if standard_error is None else f" ± {standard_error:.4f}"
+    return f"{difference:+.4f}{error} nats per token"
 
 
 def _gap_sentences(results: Results) -> list[str]:
     loss = results.loss
-    sentences = [f"The teacher stays {loss.student - loss.teacher:+.4f} nats per token away."]
+    sentences = [f"The teacher's loss is still {loss.student - loss.teacher:.4f} nats per token lower."]
     if loss.student <= loss.teacher:
-        sentences = [f"It is no worse than the teacher ({loss.student - loss.teacher:+.4f} nats per token)."]
+        sentences = [f"Its loss is no higher than the teacher's ({loss.student - loss.teacher:+.4f} nats per token)."]
     if loss.gap_closed is not None and loss.gap_closed >= 0:
         sentences.append(f"It closes {loss.gap_closed:.0%} of the gap between the window-only control and the teacher.")
     elif loss.gap_closed is not None:
         sentences.append(f"It is behind the window-only control by {-loss.gap_closed:.0%} of the gap to the teacher.")
+    far = results.difference("student", "student_without_far")
+    if far is not None:
+        sentences.append(
+            f"Switching its far part off changes its loss by {format_nats(-far.difference, far.standard_error)}."
+        )
     return sentences

@@ -80,3 +80,25 @@ def _umask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
+
+
+def atomic_file(path: Path, text: str) -> None:
+    """Write a text file so that it is either complete or what it was before.
+
+    Args:
+        path: The file; its directory exists.
+        text: The content.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OutputError(f"{path} could not be written: {error}. What was there before is unchanged.") from error

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -142,8 +143,9 @@ def read_config(header: GgufHeader) -> LlamaConfig:
         )
     try:
         config = LlamaConfig.from_pretrained(header.path.parent, gguf_file=header.path.name)
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        raise SourceError(f"{header.path} describes no Llama that transformers can build: {error}") from error
+    except (StrictDataclassError, ValueError, KeyError, OSError, TypeError, ArithmeticError) as error:
+        reason = " ".join(str(error).split())
+        raise SourceError(f"{header.path} describes no Llama that transformers can build: {reason}") from error
     if header.own("attention.key_length") not in (None, config.head_dim):
         raise SourceError(
             f"{header.path} turns {config.head_dim} of {header.own('attention.key_length')} numbers per head by its "

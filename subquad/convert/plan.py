@@ -282,29 +282,31 @@ def _mixer_problems(mixer: MixerConfig, geometry: LayerGeometry, context_length:
 
 
 def render_plan(plan: ConversionPlan) -> Table:
-    """Return the plan as a table for `rich.print`: one row per layer and a row of totals."""
-    table = Table(title=f"{plan.family.name}, {len(plan.layers)} layers, caches of one sequence in {_name(plan.dtype)}")
-    for heading in ("layer", "from", "to"):
-        table.add_column(heading)
+    """Return the plan as a table for a rich console: one row per layer and a row of totals."""
+    totals = [plan.total_cache_bytes(length) for length in plan.lengths]
+    scale, unit = (1e6, "MB") if max(map(max, totals)) >= 1e6 else (1e3, "kB")
+    dtype = str(plan.dtype).removeprefix("torch.")
+    table = Table(
+        title=f"{plan.family.name}, {len(plan.layers)} layers",
+        caption=f"{unit} of one sequence's cache after so many tokens, new / KV ({dtype}). "
+        "'smaller from': the length from which on the new cache is the smaller one.",
+    )
+
+    def pair(sizes: tuple[int, int]) -> str:
+        return " / ".join(f"{size / scale:,.2f}" for size in sizes)
+
+    table.add_column("layer", justify="right")
+    table.add_column("change", overflow="fold")
     table.add_column("parameters added", justify="right")
     for length in plan.lengths:
-        table.add_column(f"cache at {length:,}", justify="right")
-        table.add_column(f"KV at {length:,}", justify="right")
+        table.add_column(f"at {length:,}", justify="right")
     table.add_column("smaller from", justify="right")
     for layer in plan.layers:
-        sizes = [cell for n in plan.lengths for cell in (_size(layer.cache_bytes[n]), _size(layer.kv_bytes[n]))]
+        change = f"softmax → {layer.label}" if layer.converted else "softmax, unchanged"
+        sizes = [pair((layer.cache_bytes[length], layer.kv_bytes[length])) for length in plan.lengths]
         crossover = "never" if layer.crossover is None else f"{layer.crossover:,}"
-        row = [str(layer.layer_idx), "softmax", layer.label, f"{layer.added_parameters:,}", *sizes]
+        row = (str(layer.layer_idx), change, f"{layer.added_parameters:,}", *sizes)
         table.add_row(*row, crossover if layer.converted else "-")
     table.add_section()
-    totals = [_size(size) for length in plan.lengths for size in plan.total_cache_bytes(length)]
-    table.add_row("all", "", f"{len(plan.mixers)} converted", f"{plan.added_parameters:,}", *totals, "")
+    table.add_row("all", f"{len(plan.mixers)} converted", f"{plan.added_parameters:,}", *map(pair, totals), "")
     return table
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.2f} MB" if num_bytes >= 1e5 else f"{num_bytes:,} B"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 from subquad.convert import gguf_cache, gguf_file
@@ -161,8 +162,9 @@ def _read_config(source: str, path: Path) -> tuple[LlamaConfig, Family]:
     family = find_family(values.get("model_type"), architectures[0], source)
     try:
         hf_config = AutoConfig.from_pretrained(path)
-    except (ValueError, TypeError, OSError, ArithmeticError) as error:
-        raise SourceError(f"{file} does not describe a {family.architecture}: {_first_line(error)}") from error
+    except (StrictDataclassError, ValueError, TypeError, OSError, ArithmeticError) as error:
+        reason = " ".join(str(error).split())
+        raise SourceError(f"{file} does not describe a {family.architecture} that can be built: {reason}") from error
     _check_config(source, hf_config, family)
     return hf_config, family
 

@@ -20,12 +20,12 @@ class _StrictLoader(yaml.SafeLoader):
     """YAML without the silent rule that the last of two equal keys wins."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
-            seen.add(key)
+        keys = [self.construct_object(key_node, deep=True) for key_node, _ in node.value]
+        for index, key in enumerate(keys):
+            # a list: keys that are no text or number, which the base class refuses, need not be hashable
+            if key in keys[:index]:
+                mark = node.value[index][0].start_mark
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", mark)
         return super().construct_mapping(node, deep)
 
 

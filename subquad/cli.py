@@ -1,0 +1,338 @@
+"""The `subquad` command: each command parses its arguments, calls one function and prints.
+
+Exit codes: 0 done, 1 an error that subquad explains (one message on standard error), 2 wrong usage, 130 interrupted.
+torch and transformers are imported inside the commands, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from subquad import __version__
+from subquad.errors import SubquadError
+
+logger = logging.getLogger("subquad")
+
+app = typer.Typer(
+    name="subquad",
+    help="Turn a pretrained softmax Llama into a linear-time model: convert, distil, evaluate, use.",
+    epilog="Start with: subquad run demo",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipes_app = typer.Typer(help="List, show and copy the recipes that come with subquad.", no_args_is_help=True)
+app.add_typer(recipes_app, name="recipes")
+
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A packaged recipe (`subquad recipes list`) or a .yaml file.")
+]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Values to change, by dotted key: `stage1.tokens=50000`."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output and nothing else there.")]
+RunFolderArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/demo.")]
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="A converted checkpoint, such as runs/demo/student.")
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit.
+
+    Args:
+        arguments: what follows the program's name; None takes the process's own.
+    """
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="subquad")
+    except SubquadError as error:
+        if logger.isEnabledFor(logging.DEBUG):
+            traceback.print_exc()
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"subquad {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of errors, and more messages.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
+    logger.setLevel(logging.DEBUG if debug else logging.INFO)
+
+
+@app.command()
+def run(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Remove the earlier run in the output folder first.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a recipe from the teacher to the report, or continue an interrupted run.
+
+    Examples:
+
+        subquad run demo
+
+        subquad run demo output_dir=runs/longer stage1.tokens=100000
+
+        subquad run my.yaml --fresh
+
+        accelerate launch --num_processes 8 -m subquad.cli run llama3.2-1b-2mamba
+    """
+    from subquad.recipes.loader import load_recipe
+    from subquad.recipes.runner import run_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    with _resumable():
+        results = run_recipe(loaded, resume=not fresh)
+    if results is None:
+        return
+    if as_json:
+        typer.echo(results.model_dump_json(indent=2))
+    else:
+        _print_summary(loaded.run_dir)
+
+
+@app.command()
+def plan(recipe: RecipeArgument, overrides: OverridesArgument = None, as_json: JsonOption = False) -> None:
+    """Show what every layer would become; loads no weights and changes nothing.
+
+    Examples:
+
+        subquad plan demo
+
+        subquad plan demo convert.mixer=taylor 'convert.layers={0-3: softmax}'
+
+        subquad plan demo --json
+    """
+    from rich.console import Console
+
+    from subquad.convert.plan import render_plan
+    from subquad.recipes.actions import plan_recipe
+    from subquad.recipes.loader import load_recipe
+
+    planned = plan_recipe(load_recipe(recipe, overrides or ()))
+    if as_json:
+        typer.echo(json.dumps(planned.to_dict(), indent=2))
+    else:
+        Console().print(render_plan(planned))
+
+
+@app.command()
+def convert(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder of the new checkpoint [default: RUN/converted].")
+    ] = None,
+) -> None:
+    """Convert and calibrate the teacher, without training, and write the checkpoint.
+
+    Examples:
+
+        subquad convert demo -o converted
+
+        subquad convert demo model.source=model.gguf calibrate.enabled=false -o converted
+    """
+    from subquad.recipes.actions import convert_recipe
+    from subquad.recipes.loader import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    typer.echo(f"Checkpoint: {convert_recipe(loaded, output or loaded.run_dir / 'converted')}")
+
+
+@app.command()
+def distill(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Remove the earlier run in the output folder first.")] = False,
+) -> None:
+    """Run a recipe up to the exported checkpoint, without the final evaluation; `subquad run` then does the rest.
+
+    Examples:
+
+        subquad distill demo
+
+        subquad distill demo stage2.tokens=0 output_dir=runs/stage1-only
+    """
+    from subquad.recipes.loader import load_recipe
+    from subquad.recipes.runner import run_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    with _resumable():
+        run_recipe(loaded, resume=not fresh, last_stage="export")
+    typer.echo(f"Checkpoint: {loaded.run_dir / 'student'}")
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: CheckpointArgument,
+    text: Annotated[
+        list[str] | None, typer.Option("--text", help="Text file or pattern; default: the embedded held-out messages.")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to measure on.")] = 16_384,
+    seq_len: Annotated[int, typer.Option("--seq-len", min=2, help="Tokens per row.")] = 512,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the loss of a checkpoint on held-out text, with and without its far part.
+
+    Examples:
+
+        subquad eval runs/demo/student
+
+        subquad eval runs/demo/student --text book.txt --tokens 50000 --seq-len 2048 --json
+    """
+    from rich.console import Console
+
+    from subquad.recipes.actions import evaluate_checkpoint
+
+    measured = evaluate_checkpoint(checkpoint, text or (), tokens=tokens, seq_len=seq_len)
+    if as_json:
+        typer.echo(json.dumps(measured.to_dict(), indent=2))
+    else:
+        Console().print(measured.table())
+
+
+@app.command()
+def generate(
+    checkpoint: CheckpointArgument,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue.")],
+    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Most tokens to generate.")] = 40,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a prompt greedily.
+
+    Examples:
+
+        subquad generate runs/demo/student "The state of the Union is"
+
+        subquad generate runs/demo/student "Once upon a time" -n 100 --json
+    """
+    from subquad.recipes.actions import continue_prompt
+
+    written = continue_prompt(checkpoint, prompt, tokens)
+    typer.echo(json.dumps({"prompt": prompt, "text": written}) if as_json else prompt + written)
+
+
+@app.command()
+def report(run_folder: RunFolderArgument, as_json: JsonOption = False) -> None:
+    """Write the report of a finished run again from its results, and print the summary.
+
+    Examples:
+
+        subquad report runs/demo
+    """
+    from subquad.eval.report import write_report
+    from subquad.eval.storage import load_results
+
+    write_report(run_folder)
+    if as_json:
+        typer.echo(load_results(run_folder).model_dump_json(indent=2))
+    else:
+        _print_summary(run_folder)
+
+
+@recipes_app.command("list")
+def list_recipes(as_json: JsonOption = False) -> None:
+    """List the packaged recipes.
+
+    Examples:
+
+        subquad recipes list
+    """
+    from subquad.recipes.library import packaged_recipes
+
+    recipes = packaged_recipes().values()
+    if as_json:
+        typer.echo(json.dumps({recipe.name: recipe.summary for recipe in recipes}, indent=2))
+        return
+    width = max(len(recipe.name) for recipe in recipes)
+    for recipe in recipes:
+        typer.echo(f"{recipe.name:<{width}}  {recipe.summary}")
+
+
+@recipes_app.command("show")
+def show_recipe(
+    name: RecipeArgument,
+    overrides: OverridesArgument = None,
+    resolved: Annotated[bool, typer.Option("--resolved", help="Spell out every default.")] = False,
+) -> None:
+    """Print a recipe as it stands in the package, or with every default spelled out.
+
+    Examples:
+
+        subquad recipes show demo
+
+        subquad recipes show demo --resolved stage1.tokens=50000
+    """
+    if resolved or overrides:
+        from subquad.recipes.loader import load_recipe, recipe_to_yaml
+
+        typer.echo(recipe_to_yaml(load_recipe(name, overrides or ())), nl=False)
+    else:
+        from subquad.recipes.library import packaged_recipe
+
+        typer.echo(packaged_recipe(name).text, nl=False)
+
+
+@recipes_app.command("copy")
+def copy_packaged_recipe(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A packaged recipe.")],
+    destination: Annotated[Path, typer.Argument(metavar="FILE", help="The new file, or a folder for it.")] = Path(),
+) -> None:
+    """Copy a packaged recipe to a file, to be edited. A file that exists is left as it is.
+
+    Examples:
+
+        subquad recipes copy demo my.yaml
+    """
+    from subquad.recipes.library import copy_recipe
+
+    typer.echo(f"Wrote {copy_recipe(name, destination)}")
+
+
+def _print_summary(run_folder: Path) -> None:
+    from subquad.eval.storage import load_results
+    from subquad.eval.summary import print_summary
+
+    print_summary(load_results(run_folder), run_folder / "report.html")
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """On Ctrl-C say how to go on; what is on disk is always enough to."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        command = shlex.join(["subquad", *(word for word in sys.argv[1:] if word != "--fresh")])
+        typer.echo(f"\ninterrupted; the run continues where it was with:\n  {command}", err=True)
+        raise typer.Exit(130) from None
+
+
+if __name__ == "__main__":
+    main()

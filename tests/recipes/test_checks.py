@@ -1,0 +1,74 @@
+"""What a recipe gets wrong only in view of the model: found before any weight loads, all in one message."""
+
+import logging
+
+import pytest
+from transformers import GPT2Config, LlamaConfig
+
+from subquad.errors import ConfigError, SourceError
+from subquad.recipes.checks import check_recipe_against
+from subquad.recipes.schema import parse_recipe
+
+
+@pytest.fixture
+def hf_config() -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=256,
+    )
+
+
+def recipe(**sections):
+    return parse_recipe({"name": "x", "data": {"seq_len": 128}, **sections})
+
+
+def test_fitting_recipe_passes(hf_config):
+    check_recipe_against(recipe(convert={"layers": {"0-1": "softmax", "-1": "taylor"}}), hf_config)
+
+
+def test_all_misfits_come_in_one_message(hf_config):
+    data = {"seq_len": 512, "train": {"kind": "text", "paths": ["no/such/*.txt"]}}
+    wrong = recipe(data=data, convert={"layers": {"3-4": "softmax"}})
+    with pytest.raises(ConfigError) as caught:
+        check_recipe_against(wrong, hf_config)
+    message = str(caught.value)
+    assert "data.seq_len is 512, beyond the model's context of 256" in message
+    assert "eval.seq_len is 512, beyond" in message
+    assert "data.train.paths: no file matches 'no/such/*.txt'" in message
+    assert "'3-4' is outside the model, whose layers are 0 to 3" in message
+
+
+@pytest.mark.parametrize(
+    "convert, message",
+    [
+        ({"mixer": {"preset": "2mamba", "exact_kv_heads": [2]}}, "exact_kv_heads"),
+        ({"mixer": {"preset": "2mamba", "output_gate": "silu"}}, "output_gate: silu is not built yet"),
+        ({"layers": {"first": "softmax"}}, "'first' is not a layer range"),
+        ({"layers": {"0-1": "softmax", "1": "taylor"}}, "layer 1 is named twice"),
+    ],
+)
+def test_mixers_that_do_not_fit(hf_config, convert, message):
+    with pytest.raises(ConfigError, match=message):
+        check_recipe_against(recipe(convert=convert), hf_config)
+
+
+def test_other_architectures_are_refused():
+    with pytest.raises(SourceError, match="gpt2"):
+        check_recipe_against(recipe(), GPT2Config())
+
+
+def test_window_over_whole_rows_warns(hf_config, caplog):
+    with caplog.at_level(logging.WARNING):
+        check_recipe_against(recipe(convert={"mixer": {"preset": "2mamba", "window": 128}}), hf_config)
+    assert "window of 128 tokens covers whole rows" in caplog.text
+
+
+def test_files_that_exist_pass(hf_config, tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    data = {"seq_len": 128, "train": {"kind": "text", "paths": [str(tmp_path / "*.txt")]}}
+    check_recipe_against(recipe(data=data), hf_config)

@@ -26,7 +26,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, key_
     for name, tensor in (("log_decay", log_decay), ("key_weight", key_weight)):
         if tensor is not None and tensor.shape != k.shape[:3]:
             problems.append(
-                f"{name} has shape {list(tensor.shape)}; it must be [batch, tokens, kv heads] = {list(k.shape[:3])}, as k"
+                f"{name} has shape {list(tensor.shape)}; it must be [batch, tokens, heads] of k, {list(k.shape[:3])}"
             )
     _raise(problems)
 

@@ -16,6 +16,7 @@ from subquad.kernels.state import PolyState, join_state, multiplicity, row_slice
 from subquad.kernels.tiles import (
     TILE_SIZE,
     Chunk,
+    ChunkGradients,
     Score,
     add_prefix_sums,
     add_suffix_sums,
@@ -140,22 +141,24 @@ def _chunks_backwards(seq: _Sequence) -> Iterator[tuple[Chunk, Tensor | None]]:
 class _Gradients:
     """Accumulates the gradients of one backward pass; one method per way in which inputs reach the output."""
 
-    def __init__(self, seq: _Sequence) -> None:
+    def __init__(self, seq: _Sequence, needs_coefs: bool) -> None:
         self.seq = seq
-        self.q, self.k, self.v = (
-            torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (seq.q, seq.k, seq.v)
+        self.q, self.k, self.v, self.log_decay = (
+            torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (seq.q, seq.k, seq.v, seq.log_decay)
         )
-        self.log_decay = torch.zeros_like(seq.log_decay)
-        self.coefs = torch.zeros_like(seq.coefs)
+        self.coefs = torch.zeros_like(seq.coefs) if needs_coefs else None
 
     def inside_chunk(self, chunk: Chunk, d_out: Tensor) -> None:
         """Add the gradients of the pairs inside the chunk; `d_out` is `[B, Hkv, G, m, e + 1]`."""
-        grads = attend_inside_backward(chunk, self.seq.score, self.seq.tile_size, d_out)
-        self.q[..., chunk.queries, :] += grads.q
-        self.k[..., chunk.keys, :] += grads.k
-        self.v[..., chunk.keys, :] += grads.v
-        self.log_decay[..., chunk.keys] += grads.log_decay
-        self.coefs += grads.coefs
+        keys = chunk.keys
+        grads = ChunkGradients(
+            self.q[..., chunk.queries, :],
+            self.k[..., keys, :],
+            self.v[..., keys, :],
+            self.log_decay[..., keys],
+            self.coefs,
+        )
+        attend_inside_backward(chunk, self.seq.score, self.seq.tile_size, d_out, grads)
 
     def read_state(self, chunk: Chunk, state: Tensor, d_out: Tensor) -> Tensor:
         """Add the gradients of the queries that read the state; return the gradient of that state."""
@@ -183,7 +186,8 @@ class _Gradients:
                 read = (q * d_q).sum(-1) / order
                 self.q[..., chunk.queries, :] += by_head(d_q, groups) * coef
             read = by_head(read, groups)
-            self.coefs[i] += read.sum((0, 3))
+            if self.coefs is not None:
+                self.coefs[i] += read.sum((0, 3))
             per_query = per_query + (read * coef.squeeze(-1)).sum(2)
         ahead = chunk.k.shape[-2] - num_queries
         per_query = torch.nn.functional.pad(per_query, (ahead, 0))
@@ -218,9 +222,11 @@ class _Gradients:
         return d_before
 
 
-def _backward(seq: _Sequence, d_out: Tensor | None, d_state: Tensor | None) -> tuple[_Gradients, Tensor | None]:
+def _backward(
+    seq: _Sequence, d_out: Tensor | None, d_state: Tensor | None, needs_coefs: bool
+) -> tuple[_Gradients, Tensor | None]:
     """Return the gradients of the inputs and of the initial state."""
-    grads = _Gradients(seq)
+    grads = _Gradients(seq, needs_coefs)
     for chunk, state in _chunks_backwards(seq):
         d_before = None
         if d_state is not None:
@@ -265,7 +271,7 @@ class _ChunkedAttention(torch.autograd.Function):
         seq = _Sequence(*ctx.saved_tensors, *ctx.static)
         # Backward may run inside a caller's autocast region, which would take the matrix products down to bf16.
         with torch.autocast(seq.q.device.type, enabled=False):
-            grads, d_initial = _backward(seq, d_out, d_state)
+            grads, d_initial = _backward(seq, d_out, d_state, ctx.needs_input_grad[5])
         return grads.q, grads.k, grads.v, grads.log_decay, None, grads.coefs, d_initial, None, None, None
 
 

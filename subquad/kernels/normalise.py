@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.inputs import PolyInputs
-from subquad.kernels.state import row_slices
+from subquad.kernels.state import row_slices, square_rows
 
 # Below this share of its bound a sum of weights is rounding noise of the state path (about 10 float32 roundings).
 _RELATIVE_FLOOR = 1e-6
@@ -15,12 +15,14 @@ _NO_KEY = 1e-30
 
 
 def _decayed_sum(x: Tensor, factor: Tensor) -> Tensor:
-    """Return `y_t = x_t + factor_t y_{t-1}` along the last dimension, in log2(T) doubling steps."""
+    """Return `y_t = x_t + factor_t y_{t-1}` along the last dimension, in log2(T) doubling steps.
+
+    After the step of width w, `x_t` sums the last 2 w tokens and `factor_t` is the decay over them. The factors of the
+    first tokens reach before the sequence and are never used.
+    """
     step = 1
     while step < x.shape[-1]:
-        x, factor = x.clone(), factor
-        shifted = x[..., :-step] * factor[..., step:]
-        x[..., step:] += shifted
+        x = torch.cat([x[..., :step], x[..., step:] + factor[..., step:] * x[..., :-step]], dim=-1)
         factor = torch.cat([factor[..., :step], factor[..., step:] * factor[..., :-step]], dim=-1)
         step *= 2
     return x
@@ -51,10 +53,7 @@ def normaliser_bound(inputs: PolyInputs) -> Tensor | None:
         if inputs.state is not None:
             before = inputs.state.normaliser[..., rows[order]]
             if order == 2:
-                starts = torch.arange(head_dim, 0, -1, device=before.device).cumsum(0) - torch.arange(
-                    head_dim, 0, -1, device=before.device
-                )
-                before = before.index_select(-1, starts)
+                before = before.index_select(-1, square_rows(head_dim, before.device))
             sizes[..., 0] += factor[..., 0] * before.sum(-1)
         term = _decayed_sum(sizes, factor)[..., -num_queries:].unsqueeze(2) * coef.abs().unsqueeze(-1)
         if order == 2:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from subquad.kernels.checks import check_coefs, check_form, check_shapes, check_state
 from subquad.kernels.chunked import chunked_attention
-from subquad.kernels.cost import DEFAULT_CHUNK_SIZE, cheapest_form
+from subquad.kernels.cost import DEFAULT_CHUNK_SIZE, cheapest_chunk_size
 from subquad.kernels.decay import split_resets
 from subquad.kernels.inputs import PolyInputs
 from subquad.kernels.normalise import guarded_division, normaliser_bound
@@ -52,9 +52,10 @@ def poly_attention(
     """Attend causally with a polynomial of the score as weight.
 
     `w_ts = sum_n coefs[n] (scale q_t . k_s)**n key_weight_s exp(L_ts)`, `L_ts` the sum of `log_decay` after s up to t;
-    `out_t = sum_s w_ts v_s / sum_s w_ts`. Orders 1 and 2 with decay: Mongaras & Larson, 2Mamba2Furious (arXiv 2602.17363);
-    the truncated Taylor series: On the Expressiveness of Softmax Attention (arXiv 2507.23632). All forms compute the same
-    values and gradients. Runs in float32 whatever the inputs' dtype and whatever autocast says (float64 for float64).
+    `out_t = sum_s w_ts v_s / sum_s w_ts`. Powers 1 and 2 with decay: Mongaras & Larson, 2Mamba2Furious (arXiv
+    2602.17363); the truncated Taylor series: the same, On the Expressiveness of Softmax Attention (arXiv 2507.23632).
+    All forms compute the same values and gradients, in float32 whatever the inputs' dtype and whatever autocast says
+    (in float64 for float64 inputs).
 
     Args:
         q: `[B, Tq, H, d]`. With `Tq < T` the queries are the last positions: query i is at key position `T - Tq + i`.
@@ -70,10 +71,11 @@ def poly_attention(
             (powers up to 2; see `normalise.py`); a row that sees no key gives 0.
         initial_state: State before the first key; powers up to 2 only.
         output_final_state: Whether to return the state after the last key; powers up to 2 only.
-        chunk_size: Tokens per chunk of the chunked form; None is 128.
-        form: `quadratic`: the definition, O(Tq T), any power. `chunked`: O(T), powers up to 2. `recurrent`: one token,
-            `Tq = T = 1`. `auto`: recurrent for one token with a state, quadratic for powers above 2, else whichever of
-            quadratic and chunked needs fewer operations (`cost.py`).
+        chunk_size: Tokens per chunk; None is 256. The result does not depend on it.
+        form: `quadratic` is the definition: any power, `O(Tq T)` time and memory, for checks. `chunked`: `O(T)` time
+            and memory, powers up to 2. `recurrent`: one token, `Tq = T = 1`. `auto`: recurrent for one token with an
+            initial state, else chunked with either `chunk_size` or one chunk over all tokens, whichever needs fewer
+            operations (`cost.py`); powers above 2 take one chunk: quadratic time, linear memory.
 
     Returns:
         `out` (the numerator when `normalize=False`) in q's dtype, the normaliser and the final state.
@@ -93,14 +95,14 @@ def poly_attention(
     with torch.autocast(q.device.type, enabled=False):
         scale = q.shape[3] ** -0.5 if scale is None else scale
         inputs = _prepare(q, k, v, log_decay, coefs, orders, scale, key_weight, initial_state)
-        if form == "auto":
-            form = cheapest_form(inputs, chunk_size, output_final_state)
-        if form == "recurrent":
-            joined, final_state = recurrent_step(inputs, output_final_state)
-        elif form == "chunked":
-            joined, final_state = chunked_attention(inputs, chunk_size, output_final_state)
-        else:
+        if form == "quadratic":
             joined, final_state = quadratic_attention(inputs, output_final_state)
+        elif form == "recurrent" or (form == "auto" and k.shape[1] == 1 and initial_state is not None):
+            joined, final_state = recurrent_step(inputs, output_final_state)
+        else:
+            if form == "auto":
+                chunk_size = cheapest_chunk_size(inputs, chunk_size, output_final_state)
+            joined, final_state = chunked_attention(inputs, chunk_size, output_final_state)
         out, normaliser = joined[..., :-1], joined[..., -1]
         if normalize:
             bound = normaliser_bound(inputs) if orders[-1] <= MAX_STATE_ORDER else None

@@ -25,6 +25,17 @@ class Score(NamedTuple):
     coefs: Tensor
     orders: tuple[int, ...]
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """Evaluate it at `[B, Hkv, G, queries, keys]`."""
+        return polynomial(x, self.coefs, self.orders)
+
+    def slope(self, x: Tensor) -> Tensor:
+        """Evaluate its derivative."""
+        powers = [(coef * order, order - 1) for coef, order in zip(self.coefs, self.orders, strict=True) if order]
+        if not powers:
+            return torch.zeros_like(x)
+        return polynomial(x, torch.stack([coef for coef, _ in powers]), tuple(order for _, order in powers))
+
 
 class Chunk(NamedTuple):
     """A stretch of n tokens of a sequence, the last m of which are queries.
@@ -51,13 +62,16 @@ class Chunk(NamedTuple):
 
 
 class ChunkGradients(NamedTuple):
-    """Gradients of one chunk's inputs, in the inputs' shapes; `coefs` is `[len(orders), Hkv, G]`."""
+    """Where the gradients of one chunk's inputs are added up, in the inputs' shapes.
+
+    `coefs` is `[len(orders), Hkv, G]`, or None where nobody asks for it.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     log_decay: Tensor
-    coefs: Tensor
+    coefs: Tensor | None
 
 
 class _Tile(NamedTuple):
@@ -100,88 +114,78 @@ def attend_inside(chunk: Chunk, score: Score, tile_size: int) -> Tensor:
     parts = []
     for tile in _tiles(chunk, tile_size):
         x = by_head(tile.q @ chunk.k[..., tile.own, :].mT, groups)
-        weight = polynomial(x, *score) * tile.pair.unsqueeze(2)
+        weight = score(x) * tile.pair.unsqueeze(2)
         part = by_head(weight.flatten(2, 3) @ chunk.v[..., tile.own, :], groups)
         if tile.to_start is not None:
             x = by_head(tile.q @ chunk.k[..., tile.past, :].mT, groups)
             v = chunk.v[..., tile.past, :] * tile.to_start.unsqueeze(-1)
-            read = by_head(polynomial(x, *score).flatten(2, 3) @ v, groups)
+            read = by_head(score(x).flatten(2, 3) @ v, groups)
             part.addcmul_(read, tile.from_start[:, :, None, :, None])
         parts.append(part)
     return torch.cat(parts, dim=-2)
 
 
-def attend_inside_backward(chunk: Chunk, score: Score, tile_size: int, d_out: Tensor) -> ChunkGradients:
-    """Differentiate `attend_inside`.
+def attend_inside_backward(chunk: Chunk, score: Score, tile_size: int, d_out: Tensor, grads: ChunkGradients) -> None:
+    """Add the gradients of `attend_inside` to `grads`.
 
     The gradient of a pair's weight is `d_w_ts = d_out_t . v_s` (`v` carries the normaliser's column). The gradient of
-    the log decay of token r is the sum of `w_ts d_w_ts` over the pairs with `s < r <= t`.
+    the log decay of token r is the sum of `w_ts d_w_ts` over the pairs with `s < r <= t`; it is summed inside the
+    stretch, never as a difference of two long sums, so nothing cancels.
 
     Args:
         chunk: The chunk.
         score: The polynomial.
         tile_size: Queries per tile.
         d_out: `[B, Hkv, G, m, e + 1]`.
-
-    Returns:
-        The gradients.
+        grads: Changed in place.
     """
-    grads = ChunkGradients(
-        torch.empty_like(chunk.q, memory_format=torch.contiguous_format),
-        *(torch.zeros_like(x) for x in (chunk.k, chunk.v, chunk.log_decay, score.coefs)),
-    )
     for tile in _tiles(chunk, tile_size):
         d_rows = d_out[..., tile.rows, :]
-        d_q, d_k, d_v, weighted = _pairs_backward(
-            tile.q, chunk.k[..., tile.own, :], chunk.v[..., tile.own, :], d_rows.flatten(2, 3), score, tile.pair, grads
-        )
-        grads.k[..., tile.own, :] += d_k
+        pairs = _Pairs(tile.q, chunk.k[..., tile.own, :], chunk.v[..., tile.own, :], tile.pair)
+        d_q, d_v, weighted = _pairs_backward(pairs, d_rows.flatten(2, 3), score, grads.k[..., tile.own, :], grads.coefs)
         grads.v[..., tile.own, :] += d_v
         _add_pair_decay(grads.log_decay[..., tile.own], weighted)
         if tile.to_start is not None:
-            factor = tile.to_start.unsqueeze(-1)
+            to_start = tile.to_start.unsqueeze(-1)
             d_read = (d_rows * tile.from_start[:, :, None, :, None]).flatten(2, 3)
-            d_q_past, d_k, d_v, weighted = _pairs_backward(
-                tile.q, chunk.k[..., tile.past, :], chunk.v[..., tile.past, :] * factor, d_read, score, None, grads
-            )
+            pairs = _Pairs(tile.q, chunk.k[..., tile.past, :], chunk.v[..., tile.past, :] * to_start, None)
+            d_q_past, d_v, weighted = _pairs_backward(pairs, d_read, score, grads.k[..., tile.past, :], grads.coefs)
             d_q = d_q + d_q_past
-            grads.k[..., tile.past, :] += d_k
-            grads.v[..., tile.past, :] += d_v * factor
+            grads.v[..., tile.past, :] += d_v * to_start
             add_suffix_sums(grads.log_decay[..., tile.own], weighted.sum(-1))
             add_prefix_sums(grads.log_decay[..., tile.past], weighted.sum(-2))
-        grads.q[..., tile.rows, :] = by_head(d_q, chunk.q.shape[2])
-    return grads
+        grads.q[..., tile.rows, :] += by_head(d_q, chunk.q.shape[2])
+
+
+class _Pairs(NamedTuple):
+    """All pairs of some queries and keys, with one decay per pair or None (the decays are in `v` and `d_out`)."""
+
+    q: Tensor  # [B, Hkv, G * m, d]
+    k: Tensor  # [B, Hkv, n, d]
+    v: Tensor  # [B, Hkv, n, e + 1]
+    decay: Tensor | None  # [B, Hkv, m, n]
 
 
 def _pairs_backward(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, score: Score, pair: Tensor | None, grads: ChunkGradients
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and `w_ts d_w_ts` summed over the group; add the coefficients' to `grads`."""
+    pairs: _Pairs, d_out: Tensor, score: Score, d_k: Tensor, d_coefs: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add to the gradients of k and of the coefficients; return those of q and v, and `w_ts d_w_ts` per kv head."""
     groups = score.coefs.shape[-1]
-    x = by_head(q @ k.mT, groups)
-    d_score = by_head(d_out @ v.mT, groups)
-    value = polynomial(x, *score)
-    weight = value
-    if pair is not None:
-        d_score *= pair.unsqueeze(2)
-        weight = value * pair.unsqueeze(2)
-    d_v = weight.flatten(2, 3).mT @ d_out
-    weighted = (value * d_score).sum(2)
-    slope = _slope(x, score)
-    power = d_score
-    for order in range(score.orders[-1] + 1):
-        if order in score.orders:
-            grads.coefs[score.orders.index(order)] += power.sum((0, 3, 4))
-        power = power * x
-    d_x = (d_score * slope).flatten(2, 3)
-    return d_x @ k, d_x.mT @ q, d_v, weighted
-
-
-def _slope(x: Tensor, score: Score) -> Tensor:
-    powers = [(coef * order, order - 1) for coef, order in zip(score.coefs, score.orders, strict=True) if order]
-    if not powers:
-        return torch.zeros_like(x)
-    return polynomial(x, torch.stack([coef for coef, _ in powers]), tuple(order for _, order in powers))
+    x = by_head(pairs.q @ pairs.k.mT, groups)
+    value = weight = score(x)
+    d_score = by_head(d_out @ pairs.v.mT, groups)
+    if pairs.decay is not None:
+        weight = value * pairs.decay.unsqueeze(2)
+        d_score *= pairs.decay.unsqueeze(2)
+    if d_coefs is not None:
+        d_power = d_score
+        for order in range(score.orders[-1] + 1):
+            if order in score.orders:
+                d_coefs[score.orders.index(order)] += d_power.sum((0, 3, 4))
+            d_power = d_power * x
+    d_x = (d_score * score.slope(x)).flatten(2, 3)
+    d_k += d_x.mT @ pairs.q
+    return d_x @ pairs.k, weight.flatten(2, 3).mT @ d_out, (value * d_score).sum(2)
 
 
 def _add_pair_decay(d_log_decay: Tensor, weighted: Tensor) -> None:

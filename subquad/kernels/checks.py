@@ -23,10 +23,10 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, key_
             problems.append(f"{name} is {tensor.dtype}; it must be a floating point tensor")
     if not problems:
         problems = _disagreements(q, k, v)
-    for name, tensor in (("log_decay", log_decay), ("key_weight", key_weight)):
-        if tensor is not None and tensor.shape != k.shape[:3]:
+    for name, per_key in (("log_decay", log_decay), ("key_weight", key_weight)):
+        if per_key is not None and per_key.shape != k.shape[:3]:
             problems.append(
-                f"{name} has shape {list(tensor.shape)}; it must be [batch, tokens, heads] of k, {list(k.shape[:3])}"
+                f"{name} has shape {list(per_key.shape)}; it must be [batch, tokens, heads] of k, {list(k.shape[:3])}"
             )
     _raise(problems)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from subquad.kernels.decay import edge_decay
 from subquad.kernels.inputs import PolyInputs
@@ -92,7 +92,7 @@ def _read(chunk: Chunk, state: Tensor, score: Score) -> Tensor:
     """Return what the chunk's queries read from the state before it, `[B, Hkv, G, m, e + 1]`."""
     groups, num_queries, head_dim = chunk.q.shape[2:]
     q = chunk.q.flatten(2, 3)
-    out = 0.0
+    out = q.new_zeros(())
     for coef, (order, rows) in zip(score.coefs, row_slices(head_dim, score.orders).items(), strict=True):
         part = state[..., rows, :]
         if order == 0:
@@ -129,7 +129,8 @@ def _chunks_backwards(seq: _Sequence) -> Iterator[tuple[Chunk, Tensor | None]]:
             state = _advance(state, seq.chunk(start, stop), seq.orders)
         first_states.append(state)
     while segments:
-        state, pairs = first_states.pop(), []
+        state = first_states.pop()
+        pairs: list[tuple[Chunk, Tensor | None]] = []
         for start, stop in segments.pop():
             if pairs:
                 state = _advance(state, pairs[-1][0], seq.orders)
@@ -167,7 +168,7 @@ class _Gradients:
         d_rows = d_read.flatten(2, 3)
         q = chunk.q.flatten(2, 3)
         q_t = q.mT.contiguous()
-        d_state, per_query = torch.empty_like(state), 0.0
+        d_state, per_query = torch.empty_like(state), d_out.new_zeros(())
         for i, (order, rows) in enumerate(row_slices(head_dim, self.seq.orders).items()):
             part, coef = state[..., rows, :], self.seq.coefs[i][:, :, None, None]
             d_scaled = (d_read * coef).flatten(2, 3)
@@ -248,7 +249,7 @@ class _ChunkedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -267,7 +268,7 @@ class _ChunkedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, d_out: Tensor | None, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor | None, d_state: Tensor | None) -> tuple[Tensor | None, ...]:
         seq = _Sequence(*ctx.saved_tensors, *ctx.static)
         # Backward may run inside a caller's autocast region, which would take the matrix products down to bf16.
         with torch.autocast(seq.q.device.type, enabled=False):

@@ -38,8 +38,13 @@ def split_resets(log_decay: Tensor) -> tuple[Tensor, Tensor]:
     return log_decay.masked_fill(resets, 0.0).clamp(_LOWEST_LOG_DECAY, 0.0), resets
 
 
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype in which log decays are summed: float64, but float32 on Apple's GPUs, which have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def edge_decay(log_decay: Tensor, resets: Tensor) -> EdgeDecay:
-    """Compute the decay to and from both ends of a stretch of tokens (differentiable).
+    """Compute the decay to and from both ends of a stretch of tokens.
 
     Args:
         log_decay: `[B, Hkv, n]`, finite, <= 0; its dtype is the result's.
@@ -57,29 +62,22 @@ def edge_decay(log_decay: Tensor, resets: Tensor) -> EdgeDecay:
     )
 
 
-def pair_decay(log_decay: Tensor, resets: Tensor, num_queries: int) -> Tensor:
-    """Compute `exp(L_ts)` for every query and key of a stretch of n tokens (differentiable).
+def pair_decay(log_decay: Tensor, resets: Tensor) -> Tensor:
+    """Compute `exp(L_ts)` for every query and key of a stretch of n tokens.
 
     Args:
         log_decay: `[B, Hkv, n]`, finite, <= 0; its dtype is the result's.
         resets: `[B, Hkv, n]`, True where nothing from before the token may be seen.
-        num_queries: How many of the tokens, the last ones, are queries.
-
     Returns:
-        `[B, Hkv, num_queries, n]`, in [0, 1]; 0 for keys after the query and for keys before a reset.
+        `[B, Hkv, n, n]` (query, key), in [0, 1]; 0 for keys after the query and for keys before a reset.
     """
     total, segment = _cumulate(log_decay, resets)
-    num_keys = log_decay.shape[-1]
-    rows = slice(num_keys - num_queries, None)
-    causal = torch.ones(num_queries, num_keys, dtype=torch.bool, device=total.device).tril(num_keys - num_queries)
-    visible = (segment[..., rows, None] == segment[..., None, :]) & causal
-    return _factor(total[..., rows, None] - total[..., None, :], visible, log_decay.dtype)
+    visible = (segment[..., :, None] == segment[..., None, :]).tril()
+    return _factor(total[..., :, None] - total[..., None, :], visible, log_decay.dtype)
 
 
 def _cumulate(log_decay: Tensor, resets: Tensor) -> tuple[Tensor, Tensor]:
-    # Apple's GPUs have no float64.
-    wide = torch.float32 if log_decay.device.type == "mps" else torch.float64
-    return log_decay.to(wide).cumsum(-1), resets.cumsum(-1)
+    return log_decay.to(wide_dtype(log_decay.device)).cumsum(-1), resets.cumsum(-1)
 
 
 def _factor(exponent: Tensor, visible: Tensor, dtype: torch.dtype) -> Tensor:

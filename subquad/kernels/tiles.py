@@ -102,7 +102,7 @@ def _tiles(chunk: Chunk, tile_size: int) -> Iterator[_Tile]:
             rows=rows,
             own=own,
             past=past,
-            pair=pair_decay(log_decay, resets, own.stop - start),
+            pair=pair_decay(log_decay, resets),
             from_start=edge_decay(log_decay, resets).from_start,
             to_start=edge_decay(chunk.log_decay[..., past], chunk.resets[..., past]).to_end if start else None,
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from subquad.errors import OutputError
+
+_LEFTOVER_SECONDS = 24 * 3600
 
 
 @contextmanager
@@ -35,9 +39,10 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         if target.is_symlink() or target.is_file():
             raise OutputError(f"{target} is a file or a link, not a directory; give another output directory")
         target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
         yield temporary
-        temporary.chmod(0o777 & ~_umask())
+        _open_to_others(temporary)
         _flush(temporary)
         _take_place(temporary, target)
     except (OSError, SafetensorError) as error:
@@ -48,6 +53,13 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Delete what processes that were killed left behind; what is newer than a day may still be written to."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        if time.time() - left.stat().st_mtime > _LEFTOVER_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _take_place(new: Path, target: Path) -> None:
@@ -75,11 +87,12 @@ def _flush(directory: Path) -> None:
             os.close(descriptor)
 
 
-def _umask() -> int:
-    # the mask can only be read by setting it
-    mask = os.umask(0o022)
+def _open_to_others(directory: Path) -> None:
+    """Give files and directories the usual permissions: mkdtemp and safetensors make theirs for the owner alone."""
+    mask = os.umask(0o022)  # the mask can only be read by setting it
     os.umask(mask)
-    return mask
+    for path in [directory, *directory.rglob("*")]:
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
 def atomic_file(path: Path, text: str) -> None:

@@ -40,6 +40,8 @@ def cache_directory() -> Path:
 
 def find_copy(path: Path) -> Path | None:
     """Return the directory of the file's copy, or None where there is none."""
+    if path.stat().st_size > MAX_COPY_BYTES:  # no copy was kept, and hashing the file would take a while
+        return None
     copy = _copy_path(path)
     return copy if copy.is_dir() else None
 

@@ -162,6 +162,8 @@ def read_config(header: GgufHeader) -> LlamaConfig:
 def _llama3_rope(header: GgufHeader, config: LlamaConfig, factors: torch.Tensor) -> dict[str, Any]:
     """Return `rope_parameters` that give the file's frequencies, or refuse: the loader drops them silently."""
     plain = dict(config.rope_parameters)
+    if bool((factors == 1.0).all()):
+        return plain
     scaled = {**plain, "rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3_ROPE}
     trial = LlamaConfig.from_dict({**config.to_dict(), "rope_parameters": scaled})
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](trial, device=torch.device("cpu"))

@@ -255,14 +255,14 @@ def _match_tensors(source: str, family: Family, hf_config: LlamaConfig, found: S
     return model.num_parameters()
 
 
-def load_teacher(source: str, dtype: torch.dtype = torch.float32) -> Teacher:
+def load_teacher(source: str | SourceInfo, dtype: torch.dtype = torch.float32) -> Teacher:
     """Load a teacher.
 
     A GGUF file is dequantised. In float32 a copy is kept in the user's cache (see `gguf_cache`), because transformers'
     loader spends most of its time on parsing and name mapping.
 
     Args:
-        source: As for `inspect_source`.
+        source: As for `inspect_source`, or what that returned, which saves inspecting it again.
         dtype: Dtype of the weights.
 
     Returns:
@@ -271,7 +271,7 @@ def load_teacher(source: str, dtype: torch.dtype = torch.float32) -> Teacher:
     Raises:
         SourceError: As for `inspect_source`, and tensors that are missing, unknown or not finite.
     """
-    info = inspect_source(source)
+    info = source if isinstance(source, SourceInfo) else inspect_source(source)
     if info.kind in ("gguf", "named"):
         model, tokenizer = _load_gguf(info, dtype)
     else:

@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -94,13 +95,16 @@ def test_everything_is_written(exported):
         "AutoConfig": "configuration_subquad.SubquadLlamaConfig",
         "AutoModelForCausalLM": "modeling_subquad.SubquadLlamaForCausalLM",
     }
-    assert (exported.stat().st_mode & 0o077) == (0o777 & ~_umask() & 0o077), "others may read it as usual"
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def test_others_may_read_it_as_usual(tmp_path):
+    mask = os.umask(0o027)
+    try:
+        directory = export_student(make_student(), tiny_tokenizer(), tmp_path / "s", CARD)
+    finally:
+        os.umask(mask)
+    assert directory.stat().st_mode & 0o777 == 0o750
+    assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o640}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -187,6 +191,15 @@ def test_earlier_export_is_replaced(tmp_path):
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(target)), logits(second))
     assert not (target / "left-over.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+def test_what_a_killed_export_left_is_removed_after_a_day(tmp_path):
+    for name, age in ((".s.old.part", 25 * 3600), (".s.new.part", 60)):
+        (tmp_path / name).mkdir()
+        moment = time.time() - age
+        os.utime(tmp_path / name, (moment, moment))
+    export_student(make_student(), None, tmp_path / "s", CARD)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".s.new.part", "s"]
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "config.json"])
@@ -292,7 +305,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from subquad.convert.surgery import undo_plan
 directory = sys.argv[1]
 model = AutoModelForCausalLM.from_pretrained(directory)
-tokens = (torch.arange(40) * 7 + 3) % 260
+tokens = (torch.arange(40) * 7 + 3) % 261
 with torch.no_grad():
     found = model(input_ids=tokens[None]).logits
 assert torch.equal(found, torch.load(directory + "/../expected.pt")), "logits differ"
@@ -306,7 +319,7 @@ assert not [name for name in sys.modules if name.startswith("subquad")]
 directory, again = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
-tokens = (torch.arange(40) * 7 + 3) % 260
+tokens = (torch.arange(40) * 7 + 3) % 261
 expected = torch.load(directory + "/../expected.pt")
 with torch.no_grad():
     found = model(input_ids=tokens[None]).logits
@@ -339,7 +352,7 @@ except ImportError as error:
     print(error)
 del sys.modules["subquad"]
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-tokens = (torch.arange(40) * 7 + 3) % 260
+tokens = (torch.arange(40) * 7 + 3) % 261
 with torch.no_grad():
     assert torch.equal(model(input_ids=tokens[None]).logits, torch.load(sys.argv[2])), "logits differ"
 """

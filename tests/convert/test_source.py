@@ -63,6 +63,12 @@ def test_directory_loads_the_same_model(checkpoint):
     assert teacher.tokenizer("a  1")["input_ids"] == tiny_tokenizer()("a  1")["input_ids"]
 
 
+def test_what_was_inspected_is_not_inspected_again(checkpoint, monkeypatch):
+    info = inspect_source(str(checkpoint))
+    monkeypatch.setattr("subquad.convert.source.inspect_source", lambda source: pytest.fail("inspected again"))
+    assert load_teacher(info).info is info
+
+
 def test_dtype_is_that_asked_for(checkpoint):
     teacher = load_teacher(str(checkpoint), torch.bfloat16)
     assert {p.dtype for p in teacher.model.parameters()} == {torch.bfloat16}

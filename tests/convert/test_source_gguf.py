@@ -196,6 +196,13 @@ def test_llama3_rotary_scaling_is_restored(tmp_path):
         assert torch.equal(logits(teacher.model), logits(model))
 
 
+def test_rotary_factors_of_one_are_no_scaling(tmp_path):
+    file = write_gguf(tmp_path / "m.gguf", extra={"rope_freqs.weight": torch.ones(4)})
+    teacher = load_teacher(str(file))
+    assert teacher.model.config.rope_parameters["rope_type"] == "default"
+    assert torch.equal(logits(teacher.model), logits(tiny_model()))
+
+
 def test_nan_weights(tmp_path):
     model = tiny_model()
     model.model.norm.weight.data.fill_(float("nan"))

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TOKENS = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet()) + ["ĠĠ"]
+TOKENS = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet()) + ["ĠĠ", "he"]
 CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -50,7 +50,7 @@ def tiny_model(seed: int = 0, **changes) -> LlamaForCausalLM:
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(TOKENS)}, merges=[("Ġ", "Ġ")]))
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(TOKENS)}, merges=[("Ġ", "Ġ"), ("h", "e")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
@@ -121,7 +121,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(TOKENS)
     writer.add_token_types([control if token in SPECIAL else normal for token in TOKENS])
-    writer.add_token_merges(["Ġ Ġ"])
+    writer.add_token_merges(["Ġ Ġ", "h e"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)

@@ -59,7 +59,8 @@ def undo_plan(model: SubquadLlamaForCausalLM) -> LlamaForCausalLM:
         model: a converted model, freshly converted or reloaded. LoRA adapters must have been merged or removed.
 
     Returns:
-        The same object, now a `LlamaForCausalLM`; its logits are the teacher's to the bit if q, k, v, o were not trained.
+        The same object, now a `LlamaForCausalLM`; its logits are the teacher's to the bit where q, k, v, o were not
+        trained.
 
     Raises:
         ConfigError: The model is not a converted Llama.

@@ -58,7 +58,8 @@ def window_attention(
         v: `[B, T, num_kv_heads, value_head_dim]`.
         window: number of positions seen, >= 1.
         scale: factor on q.k; None is `head_dim ** -0.5`.
-        valid: `[B, T]` bool, False hides a key (padding, an empty cache slot, a sink already in `sinks`); None shows all.
+        valid: `[B, T]` bool, False hides a key (padding, an empty cache slot, a sink already in `sinks`); None shows
+            all.
         documents: `[B, T]` integer ids; a query sees keys of its own document only. None is one document.
         sinks: tokens seen whatever their distance.
 

@@ -1,4 +1,4 @@
-"""`SubquadAttention`: one attention layer that can run as its mixer, as its teacher, or measure one against the other."""
+"""`SubquadAttention`: an attention layer that runs as its mixer or as its teacher, or measures one by the other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
-from subquad.kernels import PolyState
+from subquad.kernels import PolyAttentionOutput, PolyState, WindowOutput
 from subquad.layers.cache import SubquadCacheLayer, cache_layout, far_stream_differs, subquad_cache_layer
 from subquad.layers.config import MixerConfig
 from subquad.layers.geometry import LayerGeometry
@@ -19,14 +19,15 @@ from subquad.layers.stream import Buffers, WindowStream, reset_at_documents
 from subquad.layers.transfer import local_loss
 
 Rope = tuple[Tensor, Tensor]
+Projected = tuple[Tensor, Tensor, Tensor]
 
 
 class SubquadAttention(nn.Module):
     """Replaces a Llama attention module; keeps its q, k, v, o projections and adds parameters under `mixer`.
 
-    `mode` says what a forward computes: `student` the mixer, `teacher` the original softmax attention, `window_only` the
-    window and sinks without the far part (the control), `transfer` the teacher's output, recording in `local_loss` how
-    far the student is from it.
+    `mode` says what a forward computes: `student` the mixer, `teacher` the original softmax attention, `window_only`
+    the window and sinks without the far part (the control), `transfer` the teacher's output, recording in `local_loss`
+    how far the student is from it.
 
     Attributes:
         mixer_config: the parts of this layer's mixer.
@@ -86,7 +87,7 @@ class SubquadAttention(nn.Module):
             `[B, T, hidden_size]` and attention weights (teacher mode with eager attention only, else None).
         """
         cache = past_key_values if cache is None else cache
-        q, k, v = self._project(hidden_states)
+        q, k, v = self.project(hidden_states)
         if self.mode in ("teacher", "transfer"):
             out, weights = self._teacher(q, k, v, position_embeddings, attention_mask, cache, kwargs)
             if self.mode == "transfer":
@@ -96,7 +97,8 @@ class SubquadAttention(nn.Module):
         heads = self.student_heads(hidden_states, (q, k, v), position_embeddings, sequence, layer_cache)
         return self.o_proj(heads.flatten(2)), None
 
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden_states: Tensor) -> Projected:
+        """Return q `[B, T, num_heads, head_dim]`, k and v `[B, T, num_kv_heads, head_dim]`, not rotated."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         return tuple(proj(hidden_states).view(shape) for proj in (self.q_proj, self.k_proj, self.v_proj))
 
@@ -123,7 +125,7 @@ class SubquadAttention(nn.Module):
     def student_heads(
         self,
         hidden_states: Tensor,
-        projected: tuple[Tensor, Tensor, Tensor],
+        projected: Projected,
         rope: Rope,
         sequence: SequenceInfo | None,
         layer_cache: SubquadCacheLayer | None = None,
@@ -144,18 +146,24 @@ class SubquadAttention(nn.Module):
         buffers = self._open_cache(hidden_states, layer_cache)
         q, k, v = projected
         if not self.split.exact:
-            return self._mixed_heads(hidden_states, (q, k, v), rope, sequence, buffers)
+            return self.mixer.finish(*self.mixed_parts(hidden_states, (q, k, v), rope, sequence, buffers))
         out = torch.empty_like(q)
         exact_queries = self.split.query_heads(self.split.exact)
-        rows = [q[:, :, exact_queries], k[:, :, list(self.split.exact)], v[:, :, list(self.split.exact)]]
-        parts = [(exact_queries, self._exact_heads(*rows, rope, sequence, buffers))]
+        exact = self.select_heads(projected, self.split.exact)
+        parts = [(exact_queries, self.exact_heads(exact, rope, sequence, buffers))]
         if self.mixer is not None:
-            queries = self.split.query_heads(self.split.mixed)
-            mixed = (q[:, :, queries], k[:, :, list(self.split.mixed)], v[:, :, list(self.split.mixed)])
-            parts.append((queries, self._mixed_heads(hidden_states, mixed, rope, sequence, buffers)))
+            mixed = self.select_heads(projected, self.split.mixed)
+            far, near = self.mixed_parts(hidden_states, mixed, rope, sequence, buffers)
+            parts.append((self.split.query_heads(self.split.mixed), self.mixer.finish(far, near)))
         for heads, part in parts:
             out = out.index_copy(2, torch.tensor(heads, device=out.device), part.to(out.dtype))
         return out
+
+    def select_heads(self, projected: Projected, kv_heads: tuple[int, ...]) -> Projected:
+        """Return q, k, v of some key/value heads and of the query heads that read them."""
+        q, k, v = projected
+        heads = list(kv_heads)
+        return q[:, :, self.split.query_heads(kv_heads)], k[:, :, heads], v[:, :, heads]
 
     def _open_cache(self, hidden_states: Tensor, layer_cache: SubquadCacheLayer | None) -> Buffers | None:
         if layer_cache is None:
@@ -165,10 +173,21 @@ class SubquadAttention(nn.Module):
         layer_cache.seq_length += hidden_states.shape[1]
         return layer_cache.buffers
 
-    def _exact_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, rope: Rope, sequence: SequenceInfo, buffers: Buffers | None
+    def exact_heads(
+        self, projected: Projected, rope: Rope, sequence: SequenceInfo, buffers: Buffers | None = None
     ) -> Tensor:
-        """Softmax over all tokens for the heads that stay exact."""
+        """Attend with softmax over all tokens.
+
+        Args:
+            projected: q, k, v of any key/value heads with their query heads, not rotated.
+            rope: (cos, sin).
+            sequence: padding and documents.
+            buffers: this layer's cached tensors, updated; None without a cache.
+
+        Returns:
+            `[B, T, query heads, head_dim]`, before `o_proj`.
+        """
+        q, k, v = projected
         q, k = apply_rotary_pos_emb(q, k, *rope, unsqueeze_dim=2)
         valid = sequence.real if sequence.real is not None else q.new_ones(q.shape[:2], dtype=torch.bool)
         if buffers is not None:
@@ -188,37 +207,48 @@ class SubquadAttention(nn.Module):
         )
         return out.transpose(1, 2)
 
-    def _mixed_heads(
+    def mixed_parts(
         self,
         hidden_states: Tensor,
-        projected: tuple[Tensor, Tensor, Tensor],
+        projected: Projected,
         rope: Rope,
         sequence: SequenceInfo,
-        buffers: Buffers | None,
-    ) -> Tensor:
-        """Window and far part of the converted heads."""
+        buffers: Buffers | None = None,
+    ) -> tuple[PolyAttentionOutput | None, WindowOutput | None]:
+        """Compute the far part and the window of the converted heads, before they are joined.
+
+        Args:
+            hidden_states: `[B, T, hidden_size]`.
+            projected: q, k, v of the converted heads, not rotated.
+            rope: (cos, sin).
+            sequence: padding and documents.
+            buffers: this layer's cached tensors, updated; None without a cache.
+
+        Returns:
+            The far part (None where nothing left the window) and the window (None for the pure mixer).
+        """
         config = self.mixer_config
         rotated = (*apply_rotary_pos_emb(projected[0], projected[1], *rope, unsqueeze_dim=2), projected[2])
         far_in = self._far_inputs(hidden_states, projected, rotated, rope, sequence, buffers)
         if not config.window:
-            return self.mixer.finish(self._far(far_in, None, None, sequence, buffers), None)
+            return self._far(far_in, None, None, sequence, buffers), None
         stream = WindowStream(projected[0], config.window, config.sinks, sequence, buffers)
         shared = None
         if buffers is not None and not far_stream_differs(config):
             shared = (buffers["window_keys"], buffers["window_values"])
         near = stream.near(*rotated, self.scaling)
-        # Nothing leaves the window in this call: the far part is empty.
-        unused = buffers is None and config.window >= hidden_states.shape[1]
-        if unused or (self.mode == "window_only" and buffers is None):
-            return self.mixer.finish(None, near)
+        # Without a cache nobody reads the far part of the control, or of a window longer than the input.
+        unread = self.mode == "window_only" or config.window >= hidden_states.shape[1]
+        if buffers is None and unread:
+            return None, near
         far = self._far(far_in, stream, shared, sequence, buffers)
-        return self.mixer.finish(None if self.mode == "window_only" else far, near)
+        return (None if self.mode == "window_only" else far), near
 
     def _far_inputs(
         self,
         hidden_states: Tensor,
-        projected: tuple[Tensor, Tensor, Tensor],
-        rotated: tuple[Tensor, Tensor, Tensor],
+        projected: Projected,
+        rotated: Projected,
         rope: Rope,
         sequence: SequenceInfo,
         buffers: Buffers | None,
@@ -252,7 +282,7 @@ class SubquadAttention(nn.Module):
         shared: tuple[Tensor, Tensor] | None,
         sequence: SequenceInfo,
         buffers: Buffers | None,
-    ):
+    ) -> PolyAttentionOutput:
         q, k, v, log_decay = far_in
         if stream is not None:
             written = stream.delay(k, v, log_decay, shared)

@@ -14,8 +14,8 @@ from subquad.layers.geometry import LayerGeometry
 class PolynomialScore(nn.Module):
     """Maps q and k, and gives the coefficients of `score(x) = sum_n coefs[n] * x**n`.
 
-    `power` is x^n ((x + c)^2 with a learned offset), `taylor` the truncated exponential series [A]. The temperature is a
-    factor on q.
+    `power` is x^n ((x + c)^2 with a learned offset), `taylor` the truncated exponential series [A]. The temperature is
+    a factor on q.
 
     Attributes:
         log_temperature: `[num_heads]` float32, 0 at the start; None without `temperature`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
@@ -114,7 +114,7 @@ class SubquadLlamaForCausalLM(LlamaForCausalLM):
 
     config_class = SubquadLlamaConfig
     config: SubquadLlamaConfig
-    _keep_in_fp32_modules_strict = {"mixer"}
+    _keep_in_fp32_modules_strict: ClassVar[set[str]] = {"mixer"}
     _can_compile_fullgraph = False
 
     def __init__(self, config: SubquadLlamaConfig) -> None:

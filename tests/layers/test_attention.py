@@ -8,6 +8,9 @@ from subquad.convert.plan import plan_conversion
 from subquad.convert.surgery import apply_plan, undo_plan
 from subquad.layers import SubquadCacheLayer, attention_mode, cache_bytes, collect_local_losses, converted_layers
 from subquad.layers import resolve_mixer as mixer
+from tests.tiny_llama import relative_error as relative
+from tests.tiny_llama import tiny_teacher
+from tests.tiny_llama import tiny_tokens as tokens
 
 MIXERS = {
     "2mamba": {"preset": "2mamba", "window": 8, "sinks": 2},
@@ -42,12 +45,9 @@ def convert(teacher, name_or_mixer, randomise=True, layers=None):
     return model
 
 
-def tokens(batch_size=2, seq_len=40, seed=3):
-    return torch.randint(3, 97, (batch_size, seq_len), generator=torch.Generator().manual_seed(seed))
-
-
-def relative(a, b):
-    return ((a - b).square().mean() / b.square().mean()).sqrt().item()
+@pytest.fixture
+def teacher():
+    return tiny_teacher()
 
 
 @torch.no_grad()
@@ -82,7 +82,8 @@ def test_undo_is_bit_equal(teacher):
     model = convert(teacher, "2mamba")
     assert model.model.layers[0].self_attn.q_proj.weight is weight
     restored = undo_plan(model)
-    assert type(restored).__name__ == "LlamaForCausalLM" and restored.config.model_type == "llama"
+    assert type(restored).__name__ == "LlamaForCausalLM"
+    assert restored.config.model_type == "llama"
     assert torch.equal(restored(ids).logits, expected)
     assert not converted_layers(restored)
 
@@ -191,7 +192,7 @@ def test_one_exact_head_is_that_head_of_the_teacher(teacher):
     layer = converted_layers(model)[0]
     hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
     rope = model.model.rotary_emb(hidden, torch.arange(40)[None])
-    q, k, v = layer._project(hidden)
+    q, k, v = layer.project(hidden)
     heads = layer.student_heads(hidden, (q, k, v), rope, None)
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -211,7 +212,8 @@ def test_transfer_gives_each_layer_its_own_gradient(teacher, name):
     with attention_mode(model, "transfer"):
         model.model(ids, use_cache=False)
         losses = collect_local_losses(model)
-    assert set(losses) == {0, 1} and all(loss.item() > 1e-4 for loss in losses.values())
+    assert set(losses) == {0, 1}
+    assert all(loss.item() > 1e-4 for loss in losses.values())
     sum(losses.values()).backward()
     layer = converted_layers(model)[1]
     got = {key: p.grad.clone() for key, p in layer.mixer.named_parameters() if p.grad is not None}

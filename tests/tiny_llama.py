@@ -1,6 +1,5 @@
-"""Tiny Llama models shared by the layer and model tests."""
+"""A tiny Llama with weights large enough that attention attends to something."""
 
-import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -22,13 +21,21 @@ def tiny_config(**changes) -> LlamaConfig:
     return LlamaConfig(**(values | changes))
 
 
-@pytest.fixture
-def teacher() -> LlamaForCausalLM:
+def tiny_teacher(**changes) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(tiny_config()).eval()
+    model = LlamaForCausalLM(tiny_config(**changes)).eval()
     # Larger weights than the default start give attention something to attend to.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "proj" in name:
                 parameter.mul_(8.0)
     return model
+
+
+def tiny_tokens(batch_size=2, seq_len=40, seed=3) -> torch.Tensor:
+    return torch.randint(3, 97, (batch_size, seq_len), generator=torch.Generator().manual_seed(seed))
+
+
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Root mean square of the difference over that of b."""
+    return ((a - b).square().mean() / b.square().mean()).sqrt().item()

@@ -1,0 +1,201 @@
+"""Calibration without training: each head's temperature, decay and far weight, so that it starts near its teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from subquad.errors import ConfigError
+from subquad.layers import SubquadAttention, attention_mode, converted_layers
+from subquad.layers.decay import timescale_bias
+from subquad.layers.sequence import SequenceInfo
+
+TEMPERATURES = (0.02, 0.06, 0.2, 0.6)
+TIMESCALES = (128.0, 512.0, 2048.0, float("inf"))
+LOG_MIXES = (-14.0, -11.0, -9.0, -8.0, -7.0, -6.0, -5.0, -4.0, -2.0, 0.0)
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """How far the heads are from their teacher: squared error of the head outputs over the teacher's mean square.
+
+    Attributes:
+        error_before: layer index to the mean over its converted heads, before calibration.
+        error_after: the same with the chosen settings.
+        tokens: tokens used.
+    """
+
+    error_before: dict[int, float]
+    error_after: dict[int, float]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """One parameter to search: its grid, how to set a value (one per head) and whether heads of a group share it."""
+
+    values: tuple[float, ...]
+    write: Callable[[nn.Module, Tensor], None]
+    per_kv_head: bool
+
+
+def _write_temperature(mixer: nn.Module, values: Tensor) -> None:
+    mixer.score.log_temperature.copy_(values.log())
+
+
+def _write_timescale(mixer: nn.Module, values: Tensor) -> None:
+    mixer.decay.bias.copy_(timescale_bias(values))
+
+
+_TEMPERATURE = _Axis(TEMPERATURES, _write_temperature, per_kv_head=False)
+_TIMESCALE = _Axis(TIMESCALES, _write_timescale, per_kv_head=True)
+
+
+class _LayerSearch:
+    """Errors of one layer for every value of one axis and every far weight: `[values, log mixes, heads]`."""
+
+    def __init__(self, layer: SubquadAttention, axis: _Axis | None) -> None:
+        self.layer, self.mixer, self.axis = layer, layer.mixer, axis
+        self.heads = self.mixer.geometry.num_heads
+        self.log_mixes = LOG_MIXES if self.mixer.log_mix is not None else (None,)
+        num_values = 1 if axis is None else len(axis.values)
+        self.error = torch.zeros(num_values, len(self.log_mixes), self.heads)
+        self.start_error, self.power = torch.zeros(self.heads), torch.zeros(self.heads)
+
+    @torch.no_grad()
+    def add(self, hidden_states: Tensor, rope: tuple[Tensor, Tensor], sequence: SequenceInfo) -> None:
+        """Measure every grid point on one batch of the teacher's inputs; the mixer is left as it was."""
+        layer, mixer = self.layer, self.mixer
+        projected = layer.select_heads(layer.project(hidden_states), layer.split.mixed)
+        target = layer.exact_heads(projected, rope, sequence)
+        self.power += _per_head(target, sequence)
+        start = mixer.finish(*layer.mixed_parts(hidden_states, projected, rope, sequence))
+        self.start_error += _per_head(start - target, sequence)
+        saved = {name: value.clone() for name, value in mixer.state_dict().items()}
+        for index in range(self.error.shape[0]):
+            if self.axis is not None:
+                count = mixer.geometry.num_kv_heads if self.axis.per_kv_head else self.heads
+                self.axis.write(mixer, torch.full((count,), self.axis.values[index]))
+            parts = layer.mixed_parts(hidden_states, projected, rope, sequence)
+            for m, log_mix in enumerate(self.log_mixes):
+                if log_mix is not None:
+                    mixer.log_mix.fill_(log_mix)
+                self.error[index, m] += _per_head(mixer.finish(*parts) - target, sequence)
+        mixer.load_state_dict(saved)
+
+    @torch.no_grad()
+    def choose(self) -> tuple[float, float]:
+        """Give every head its best grid point; return the mean relative error before and after."""
+        mixer, relative = self.mixer, self.error / self.power
+        best, log_mix = relative.min(dim=1)
+        if self.axis is not None and self.axis.per_kv_head:
+            grouped = best.unflatten(1, (mixer.geometry.num_kv_heads, -1)).sum(-1)
+            value = grouped.argmin(0)
+            self.axis.write(mixer, torch.tensor(self.axis.values)[value])
+            value = value.repeat_interleave(mixer.geometry.group_size)
+        else:
+            value = best.argmin(0)
+            if self.axis is not None:
+                self.axis.write(mixer, torch.tensor(self.axis.values)[value])
+        heads = torch.arange(self.heads)
+        if mixer.log_mix is not None:
+            mixer.log_mix.copy_(torch.tensor(LOG_MIXES)[log_mix[value, heads]])
+        return (self.start_error / self.power).mean().item(), best[value, heads].mean().item()
+
+
+def calibrate(
+    model: nn.Module,
+    rows: Sequence[dict[str, Tensor]],
+    *,
+    on_batch: Callable[[int], None] | None = None,
+) -> CalibrationResult:
+    """Choose temperature, decay timescale and far weight of every converted head by search on the teacher's own inputs.
+
+    Each head takes, first among temperatures and then among timescales (shared by the query heads of a key/value head),
+    each with its own far weight, the values whose output is nearest to its teacher's in squared error. With a learned
+    offset the temperature sets the ratio of score and offset, which is what matters, so the offset stays 1. Nothing is
+    trained; the cost is two teacher forwards plus nine student attentions per batch.
+
+    Args:
+        model: a converted model with fresh mixers.
+        rows: batches with `input_ids` `[B, T]` and optionally `position_ids`; a few thousand tokens are enough.
+        on_batch: called with the number of tokens after each batch of either pass (for a progress bar).
+
+    Returns:
+        Errors before and after.
+
+    Raises:
+        ConfigError: The model has no converted layer, or there were no rows.
+    """
+    layers = [layer for layer in converted_layers(model) if layer.mixer is not None]
+    if not layers:
+        raise ConfigError("calibrate: the model has no converted layer")
+    if not rows:
+        raise ConfigError("calibrate: no rows were given; it needs at least one batch of tokens")
+    before: dict[int, float] = {}
+    after: dict[int, float] = {}
+    for pick in (_temperature_axis, _timescale_axis):
+        searches = {layer: _LayerSearch(layer, pick(layer)) for layer in layers if pick(layer) or not before}
+        _measure(model, searches, rows, on_batch)
+        for search in searches.values():
+            start, best = search.choose()
+            before.setdefault(search.layer.layer_idx, start)
+            after[search.layer.layer_idx] = best
+    return CalibrationResult(before, after, sum(row["input_ids"].numel() for row in rows))
+
+
+@torch.no_grad()
+def _measure(
+    model: nn.Module,
+    searches: dict[SubquadAttention, _LayerSearch],
+    rows: Sequence[dict[str, Tensor]],
+    on_batch: Callable[[int], None] | None,
+) -> None:
+    with attention_mode(model, "teacher"), _watch(searches):
+        for row in rows:
+            if searches:
+                inputs = {name: row[name] for name in ("input_ids", "position_ids") if name in row}
+                model.model(**inputs, use_cache=False)
+            if on_batch is not None:
+                on_batch(row["input_ids"].numel())
+
+
+@contextmanager
+def _watch(searches: dict[SubquadAttention, _LayerSearch]) -> Iterator[None]:
+    """Hand every layer's input to its search while the teacher runs."""
+
+    def hook(layer: SubquadAttention, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        # The search runs the student; the teacher's own forward goes on after it.
+        layer.mode = "student"
+        sequence = kwargs.get("sequence") or SequenceInfo()
+        searches[layer].add(kwargs["hidden_states"], kwargs["position_embeddings"], sequence)
+        layer.mode = "teacher"
+
+    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in searches]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _temperature_axis(layer: SubquadAttention) -> _Axis | None:
+    """Return the temperature's grid where it does more than scale the far part, which its weight does already."""
+    config = layer.mixer_config
+    return _TEMPERATURE if config.temperature and (config.offset or config.score == "taylor") else None
+
+
+def _timescale_axis(layer: SubquadAttention) -> _Axis | None:
+    return _TIMESCALE if layer.mixer.decay is not None else None
+
+
+def _per_head(x: Tensor, sequence: SequenceInfo) -> Tensor:
+    """Sum of squares over batch, tokens and channels for each head, padding left out."""
+    power = x.float().square().sum(-1)
+    if sequence.real is not None:
+        power = power * sequence.real[..., None]
+    return power.sum((0, 1)).cpu()

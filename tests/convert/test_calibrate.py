@@ -1,0 +1,49 @@
+"""Calibration brings the start nearer to the teacher and touches nothing else."""
+
+import pytest
+import torch
+
+from subquad.convert.calibrate import calibrate
+from subquad.convert.plan import plan_conversion
+from subquad.convert.surgery import apply_plan, undo_plan
+from subquad.errors import ConfigError
+from subquad.layers import attention_mode, converted_layers, resolve_mixer
+from tests.tiny_llama import tiny_teacher, tiny_tokens
+
+
+@pytest.mark.parametrize("preset", ["2mamba", "mamba2s", "taylor"])
+def test_errors_go_down_and_the_teacher_stays(preset):
+    teacher = tiny_teacher()
+    ids = tiny_tokens(2, 120)
+    expected = teacher(ids).logits
+    mixer = resolve_mixer({"preset": preset, "window": 8, "sinks": 2, "exact_kv_heads": [1]})
+    model = apply_plan(teacher, plan_conversion(teacher.config, mixer, layers=None))
+    seen = []
+    result = calibrate(model, [{"input_ids": ids}], on_batch=seen.append)
+    assert (result.tokens, sum(seen)) == (240, 480)
+    assert all(result.error_after[layer] < result.error_before[layer] for layer in (0, 1))
+    # What was measured is what the calibrated layer does.
+    again = calibrate(model, [{"input_ids": ids}])
+    for layer in (0, 1):
+        assert again.error_before[layer] == pytest.approx(result.error_after[layer], rel=1e-4)
+    with attention_mode(model, "teacher"), torch.no_grad():
+        assert torch.equal(model(ids).logits, expected)
+    assert {layer.mode for layer in converted_layers(model)} == {"student"}
+
+
+def test_pure_mixer_and_packed_rows():
+    teacher = tiny_teacher()
+    mixer = resolve_mixer({"preset": "2mamba", "window": 0})
+    model = apply_plan(teacher, plan_conversion(teacher.config, mixer, layers=None))
+    positions = torch.cat([torch.arange(50), torch.arange(70)])[None].expand(2, -1)
+    result = calibrate(model, [{"input_ids": tiny_tokens(2, 120), "position_ids": positions}])
+    assert all(result.error_after[layer] <= result.error_before[layer] for layer in (0, 1))
+
+
+def test_nothing_to_calibrate_is_refused():
+    teacher = tiny_teacher()
+    model = apply_plan(teacher, plan_conversion(teacher.config, resolve_mixer("2mamba"), layers=None))
+    with pytest.raises(ConfigError, match="no rows"):
+        calibrate(model, [])
+    with pytest.raises(ConfigError, match="no converted layer"):
+        calibrate(undo_plan(model), [{"input_ids": tiny_tokens()}])

@@ -1,0 +1,120 @@
+"""The Hugging Face classes: configuration, saving, outputs, masks, rotary scaling, tied embeddings."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, pipeline
+
+from subquad.convert.plan import plan_conversion
+from subquad.convert.surgery import apply_plan
+from subquad.errors import ConfigError
+from subquad.layers import attention_mode, converted_layers, resolve_mixer
+from subquad.models import SubquadLlamaConfig, SubquadLlamaForCausalLM
+from tests.tiny_llama import relative_error, tiny_config, tiny_teacher, tiny_tokens
+
+MIXER = {"preset": "2mamba", "window": 8, "sinks": 2}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def student(mixer=MIXER, **changes) -> SubquadLlamaForCausalLM:
+    teacher = tiny_teacher(**changes)
+    return apply_plan(teacher, plan_conversion(teacher.config, resolve_mixer(mixer), layers=None))
+
+
+def test_save_and_load_are_bit_equal(tmp_path):
+    model = student(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).mixers == model.config.mixers
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, SubquadLlamaForCausalLM)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded(tiny_tokens()).logits, model(tiny_tokens()).logits)
+
+
+def test_mixer_parameters_stay_float32(tmp_path):
+    student().save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    dtypes = {name: parameter.dtype for name, parameter in loaded.named_parameters()}
+    assert {dtype for name, dtype in dtypes.items() if ".mixer." in name} == {torch.float32}
+    assert dtypes["model.layers.0.self_attn.q_proj.weight"] == torch.bfloat16
+    assert loaded(tiny_tokens()).logits.isfinite().all()
+
+
+def test_random_start_from_a_config_is_the_identity_start():
+    config = SubquadLlamaConfig(**tiny_config().to_dict() | {"model_type": "subquad_llama"})
+    config.mixers = [resolve_mixer(MIXER).model_dump(mode="json"), None]
+    model = SubquadLlamaForCausalLM(config)
+    layers = converted_layers(model)
+    assert [layer.layer_idx for layer in layers] == [0]
+    assert torch.equal(layers[0].mixer.score.key_map[0], torch.eye(8))
+    assert torch.equal(layers[0].mixer.conv.weight[:, 1], torch.ones(80))
+
+
+def test_wrong_number_of_mixers_is_refused():
+    config = SubquadLlamaConfig(**tiny_config().to_dict() | {"model_type": "subquad_llama"})
+    config.mixers = [None]
+    with pytest.raises(ConfigError, match="1 entries but the model has 2 layers"):
+        SubquadLlamaForCausalLM(config)
+
+
+def test_hidden_states_are_recorded_after_surgery():
+    states = student()(tiny_tokens(), output_hidden_states=True).hidden_states
+    assert len(states) == 3
+
+
+def test_four_dimensional_mask_is_refused():
+    with pytest.raises(ConfigError, match="2-D mask"):
+        student()(tiny_tokens(), attention_mask=torch.ones(2, 1, 40, 40))
+
+
+@torch.no_grad()
+def test_llama3_rotary_scaling_is_kept():
+    teacher = tiny_teacher(rope_parameters=LLAMA3_ROPE)
+    expected, plain = teacher(tiny_tokens()).logits, tiny_teacher()(tiny_tokens()).logits
+    assert relative_error(expected, plain) > 1e-3
+    model = student({"preset": "2mamba", "window": 40}, rope_parameters=LLAMA3_ROPE)
+    assert model.config.rope_parameters == LLAMA3_ROPE
+    assert relative_error(model(tiny_tokens()).logits, expected) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_teacher_mode_equals_the_teacher_with_every_attention(attention):
+    teacher = tiny_teacher()
+    teacher.set_attn_implementation(attention)
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, :9] = 0
+    expected = teacher(tiny_tokens(), attention_mask=mask).logits
+    model = apply_plan(teacher, plan_conversion(teacher.config, resolve_mixer(MIXER), layers=None))
+    with attention_mode(model, "teacher"):
+        assert torch.equal(model(tiny_tokens(), attention_mask=mask).logits, expected)
+
+
+def test_a_cache_cannot_change_between_teacher_and_student():
+    model = student()
+    with attention_mode(model, "teacher"):
+        cache = model(tiny_tokens(), use_cache=True).past_key_values
+    with pytest.raises(ConfigError, match="teacher mode"):
+        model(tiny_tokens()[:, :1], past_key_values=cache)
+    cache = model(tiny_tokens(), use_cache=True).past_key_values
+    with attention_mode(model, "teacher"), pytest.raises(ConfigError, match="teacher mode"):
+        model(tiny_tokens()[:, :1], past_key_values=cache)
+
+
+def test_pipeline_generates():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(97)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w2")
+    generate = pipeline("text-generation", model=student(), tokenizer=tokenizer)
+    out = generate(["w5 w6 w7", "w9"], max_new_tokens=4, do_sample=False, batch_size=2)
+    assert all(item[0]["generated_text"] for item in out)

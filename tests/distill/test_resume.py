@@ -37,7 +37,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def curve(folder: Path, stage: str) -> list[dict]:
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in read_log(folder / "log.jsonl", stage)]
+    return [
+        {key: value for key, value in line.items() if key not in TIMES}
+        for line in read_log(folder / "log.jsonl", stage)
+    ]
 
 
 def killed(stage: str, folder: Path, moment: str) -> None:
@@ -57,7 +60,9 @@ def test_sigkill_then_resume_gives_the_uninterrupted_run(stage, moment, tmp_path
     assert result.resumed_step == SAVE_STEPS
     assert curve(tmp_path, stage) == curve(uninterrupted, stage)
     assert (tmp_path / "log.jsonl").read_text().count("\n") == len(curve(tmp_path, stage))
-    resumed, whole = (load_file(f / stage / f"checkpoint-{STEPS}" / "model.safetensors") for f in (tmp_path, uninterrupted))
+    resumed, whole = (
+        load_file(f / stage / f"checkpoint-{STEPS}" / "model.safetensors") for f in (tmp_path, uninterrupted)
+    )
     assert resumed.keys() == whole.keys()
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
     assert not (tmp_path / stage / "incomplete").exists()

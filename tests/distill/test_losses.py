@@ -1,0 +1,151 @@
+"""The chunked loss against plain PyTorch on whole logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from subquad.distill.losses import LossWeights, distillation_loss, next_token_targets
+
+BATCH, SEQ_LEN, HIDDEN, VOCAB = 2, 13, 6, 31
+
+
+def make_inputs(seq_len: int = SEQ_LEN, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    student, teacher = (torch.randn(BATCH, seq_len, HIDDEN, generator=generator) for _ in range(2))
+    targets = torch.randint(0, VOCAB, (BATCH, seq_len), generator=generator)
+    targets[torch.rand(BATCH, seq_len, generator=generator) < 0.3] = -100
+    return student.requires_grad_(), teacher, targets
+
+
+def make_head(seed: int = 1) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(HIDDEN, VOCAB, bias=False)
+
+
+def plain_loss(student, teacher, targets, student_head, teacher_head, weights):
+    """The definition, term by term, on the positions that count."""
+    counts = targets != -100
+    student_logits, teacher_logits = student_head(student)[counts], teacher_head(teacher)[counts]
+    p = (teacher_logits / weights.temperature).softmax(-1)
+    log_q = (student_logits / weights.temperature).log_softmax(-1)
+    kl = (p * (p.log() - log_q)).sum(-1).mean() * weights.temperature**2
+    return weights.kl * kl + weights.ce * F.cross_entropy(student_logits, targets[counts])
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 26, 100])
+@pytest.mark.parametrize(
+    "weights", [LossWeights(), LossWeights(temperature=2.5), LossWeights(kl=0.7, ce=0.4), LossWeights(kl=0.0, ce=1.0)]
+)
+def test_value_and_gradients(chunk_tokens, weights):
+    student, teacher, targets = make_inputs()
+    head, teacher_head = make_head(), make_head(2)
+    expected = plain_loss(student, teacher, targets, head, teacher_head, weights)
+    expected_grads = torch.autograd.grad(expected, [student, head.weight])
+
+    teacher_hidden = teacher if weights.kl else None
+    loss = distillation_loss(student, teacher_hidden, targets, head, teacher_head, weights, chunk_tokens)
+    # scaled by 3, as a Trainer scales it under gradient accumulation
+    grads = torch.autograd.grad(3 * loss, [student, head.weight])
+
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    for grad, reference in zip(grads, expected_grads, strict=True):
+        error = (grad / 3 - reference).norm() / reference.norm()
+        assert error < 1e-5
+
+
+def test_frozen_head_and_no_grad():
+    student, teacher, targets = make_inputs()
+    head = make_head().requires_grad_(False)
+    loss = distillation_loss(student, teacher, targets, head, head, LossWeights(), 4)
+    loss.backward()
+    assert student.grad.abs().sum() > 0
+    assert head.weight.grad is None
+    with torch.no_grad():
+        assert distillation_loss(student, teacher, targets, head, head, LossWeights(), 4) == loss.detach()
+
+
+@pytest.mark.parametrize("weights", [LossWeights(), LossWeights(ce=1.0)])
+def test_loss_does_not_grow_with_length_or_batch(weights):
+    student, teacher, targets = make_inputs()
+    head, teacher_head = make_head(), make_head(2)
+    once = distillation_loss(student, teacher, targets, head, teacher_head, weights, 7)
+    longer = [torch.cat([x] * 3, dim=1) for x in (student, teacher, targets)]
+    wider = [torch.cat([x] * 3, dim=0) for x in (student, teacher, targets)]
+    for inputs in (longer, wider):
+        torch.testing.assert_close(distillation_loss(*inputs, head, teacher_head, weights, 7), once, rtol=1e-5, atol=0)
+
+
+def test_masked_positions_count_for_nothing():
+    student, teacher, targets = make_inputs()
+    head = make_head()
+    clean = distillation_loss(student, teacher, targets, head, head, LossWeights(ce=1.0), 4)
+    masked = targets == -100
+    spoilt_teacher = teacher.masked_fill(masked[..., None], 1e3)
+    spoilt_student = student.detach().masked_fill(masked[..., None], -1e3).requires_grad_()
+    loss = distillation_loss(spoilt_student, spoilt_teacher, targets, head, head, LossWeights(ce=1.0), 4)
+    assert loss == clean
+    loss.backward()
+    assert spoilt_student.grad[masked].abs().max() == 0
+    assert spoilt_student.grad[~masked].abs().min() > 0
+
+
+def test_everything_masked_is_zero_with_zero_gradient():
+    student, teacher, targets = make_inputs()
+    loss = distillation_loss(student, teacher, torch.full_like(targets, -100), make_head(), make_head(), LossWeights())
+    loss.backward()
+    assert loss == 0
+    assert student.grad.abs().max() == 0
+
+
+def test_equal_models_have_no_divergence():
+    student, _, targets = make_inputs()
+    head = make_head()
+    loss = distillation_loss(student, student.detach(), targets, head, head, LossWeights(), 5)
+    assert abs(loss.item()) < 1e-6
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements any operation's result had."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return out
+
+
+def test_no_tensor_is_larger_than_a_chunk_of_logits():
+    seq_len, chunk_tokens = 64, 8
+    student, teacher, targets = make_inputs(seq_len)
+    head = make_head()
+    assert chunk_tokens * VOCAB < BATCH * seq_len * HIDDEN < BATCH * seq_len * VOCAB
+    with LargestTensor() as seen:
+        distillation_loss(student, teacher, targets, head, head, LossWeights(ce=1.0), chunk_tokens).backward()
+    assert seen.largest == BATCH * seq_len * HIDDEN
+
+
+def test_bfloat16_hidden_states_give_a_float32_loss():
+    student, teacher, targets = make_inputs()
+    head = make_head()
+    reference = plain_loss(student, teacher, targets, head, head, LossWeights())
+    half = student.detach().bfloat16().requires_grad_()
+    loss = distillation_loss(half, teacher.bfloat16(), targets, head.bfloat16(), head, LossWeights(), 4)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert half.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(loss, reference, rtol=2e-2, atol=0)
+
+
+def test_targets_stop_at_documents_and_rows():
+    input_ids = torch.tensor([[5, 6, 7, 8, 9]])
+    position_ids = torch.tensor([[0, 1, 0, 1, 2]])
+    expected = [[6, -100, 8, 9, -100]]
+    assert next_token_targets(input_ids, position_ids, None).tolist() == expected
+    labels = input_ids.masked_fill(position_ids == 0, -100)
+    assert next_token_targets(input_ids, None, labels).tolist() == expected
+    assert next_token_targets(input_ids, None, None).tolist() == [[6, 7, 8, 9, -100]]

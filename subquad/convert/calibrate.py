@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from subquad.errors import ConfigError
 from subquad.layers import SubquadAttention, attention_mode, converted_layers
 from subquad.layers.decay import timescale_bias
-from subquad.layers.sequence import SequenceInfo
+from subquad.layers.inputs import HeadInputs
+from subquad.layers.mixer import Mixer
 
 TEMPERATURES = (0.02, 0.06, 0.2, 0.6)
 TIMESCALES = (128.0, 512.0, 2048.0, float("inf"))
@@ -39,15 +42,17 @@ class _Axis:
     """One parameter to search: its grid, how to set a value (one per head) and whether heads of a group share it."""
 
     values: tuple[float, ...]
-    write: Callable[[nn.Module, Tensor], None]
+    write: Callable[[Mixer, Tensor], None]
     per_kv_head: bool
 
 
-def _write_temperature(mixer: nn.Module, values: Tensor) -> None:
+def _write_temperature(mixer: Mixer, values: Tensor) -> None:
+    assert mixer.score.log_temperature is not None
     mixer.score.log_temperature.copy_(values.log())
 
 
-def _write_timescale(mixer: nn.Module, values: Tensor) -> None:
+def _write_timescale(mixer: Mixer, values: Tensor) -> None:
+    assert mixer.decay is not None
     mixer.decay.bias.copy_(timescale_bias(values))
 
 
@@ -59,32 +64,31 @@ class _LayerSearch:
     """Errors of one layer for every value of one axis and every far weight: `[values, log mixes, heads]`."""
 
     def __init__(self, layer: SubquadAttention, axis: _Axis | None) -> None:
+        assert layer.mixer is not None
         self.layer, self.mixer, self.axis = layer, layer.mixer, axis
         self.heads = self.mixer.geometry.num_heads
-        self.log_mixes = LOG_MIXES if self.mixer.log_mix is not None else (None,)
+        num_mixes = 1 if self.mixer.log_mix is None else len(LOG_MIXES)
         num_values = 1 if axis is None else len(axis.values)
-        self.error = torch.zeros(num_values, len(self.log_mixes), self.heads)
+        self.error = torch.zeros(num_values, num_mixes, self.heads)
         self.start_error, self.power = torch.zeros(self.heads), torch.zeros(self.heads)
 
     @torch.no_grad()
-    def add(self, hidden_states: Tensor, rope: tuple[Tensor, Tensor], sequence: SequenceInfo) -> None:
+    def add(self, inputs: HeadInputs) -> None:
         """Measure every grid point on one batch of the teacher's inputs; the mixer is left as it was."""
-        layer, mixer = self.layer, self.mixer
-        projected = layer.select_heads(layer.project(hidden_states), layer.split.mixed)
-        target = layer.exact_heads(projected, rope, sequence)
-        self.power += _per_head(target, sequence)
-        start = mixer.finish(*layer.mixed_parts(hidden_states, projected, rope, sequence))
-        self.start_error += _per_head(start - target, sequence)
+        mixer, inputs = self.mixer, inputs.select(self.layer.split, self.layer.split.mixed)
+        target, real = self.layer.exact_heads(inputs), inputs.real()
+        self.power += _per_head(target, real)
+        self.start_error += _per_head(mixer.finish(*mixer.parts(inputs)) - target, real)
         saved = {name: value.clone() for name, value in mixer.state_dict().items()}
         for index in range(self.error.shape[0]):
             if self.axis is not None:
                 count = mixer.geometry.num_kv_heads if self.axis.per_kv_head else self.heads
                 self.axis.write(mixer, torch.full((count,), self.axis.values[index]))
-            parts = layer.mixed_parts(hidden_states, projected, rope, sequence)
-            for m, log_mix in enumerate(self.log_mixes):
-                if log_mix is not None:
-                    mixer.log_mix.fill_(log_mix)
-                self.error[index, m] += _per_head(mixer.finish(*parts) - target, sequence)
+            parts = mixer.parts(inputs)
+            for m in range(self.error.shape[1]):
+                if mixer.log_mix is not None:
+                    mixer.log_mix.fill_(LOG_MIXES[m])
+                self.error[index, m] += _per_head(mixer.finish(*parts) - target, real)
         mixer.load_state_dict(saved)
 
     @torch.no_grad()
@@ -108,7 +112,7 @@ class _LayerSearch:
 
 
 def calibrate(
-    model: nn.Module,
+    model: PreTrainedModel,
     rows: Sequence[dict[str, Tensor]],
     *,
     on_batch: Callable[[int], None] | None = None,
@@ -150,7 +154,7 @@ def calibrate(
 
 @torch.no_grad()
 def _measure(
-    model: nn.Module,
+    model: PreTrainedModel,
     searches: dict[SubquadAttention, _LayerSearch],
     rows: Sequence[dict[str, Tensor]],
     on_batch: Callable[[int], None] | None,
@@ -168,12 +172,9 @@ def _measure(
 def _watch(searches: dict[SubquadAttention, _LayerSearch]) -> Iterator[None]:
     """Hand every layer's input to its search while the teacher runs."""
 
-    def hook(layer: SubquadAttention, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        # The search runs the student; the teacher's own forward goes on after it.
-        layer.mode = "student"
-        sequence = kwargs.get("sequence") or SequenceInfo()
-        searches[layer].add(kwargs["hidden_states"], kwargs["position_embeddings"], sequence)
-        layer.mode = "teacher"
+    def hook(layer: SubquadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = layer.inputs(kwargs["hidden_states"], kwargs["position_embeddings"], kwargs.get("sequence"))
+        searches[layer].add(inputs)
 
     handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in searches]
     try:
@@ -190,12 +191,9 @@ def _temperature_axis(layer: SubquadAttention) -> _Axis | None:
 
 
 def _timescale_axis(layer: SubquadAttention) -> _Axis | None:
-    return _TIMESCALE if layer.mixer.decay is not None else None
+    return _TIMESCALE if layer.mixer_config.decay != "none" else None
 
 
-def _per_head(x: Tensor, sequence: SequenceInfo) -> Tensor:
+def _per_head(x: Tensor, real: Tensor) -> Tensor:
     """Sum of squares over batch, tokens and channels for each head, padding left out."""
-    power = x.float().square().sum(-1)
-    if sequence.real is not None:
-        power = power * sequence.real[..., None]
-    return power.sum((0, 1)).cpu()
+    return (x.float().square().sum(-1) * real[..., None]).sum((0, 1)).cpu()

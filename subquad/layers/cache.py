@@ -128,6 +128,8 @@ class SubquadCacheLayer(CacheLayerMixin):
     is_croppable = False
     supports_early_init = False
 
+    is_initialized: bool
+
     def __init__(self) -> None:
         super().__init__()
         self.buffers: dict[str, Tensor] = {}

@@ -15,6 +15,12 @@ class CausalConv(nn.Module):
     """
 
     def __init__(self, channels: int, width: int) -> None:
+        """Create the identity.
+
+        Args:
+            channels: number of channels.
+            width: taps, the current token's included.
+        """
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(channels, width))
         self.bias = nn.Parameter(torch.zeros(channels))
@@ -27,12 +33,12 @@ class CausalConv(nn.Module):
             self.weight[:, -1] = 1.0
             self.bias.zero_()
 
-    def forward(self, x: Tensor, past: Tensor | None, real: Tensor | None, documents: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, past: Tensor, real: Tensor | None, documents: Tensor | None) -> Tensor:
         """Convolve along dim 1; padding and other documents are not seen.
 
         Args:
             x: `[B, T, channels]`.
-            past: `[B, width - 1, channels]`, the tokens before x; None is zeros.
+            past: `[B, width - 1, channels]`, the tokens before x; zeros at the start.
             real: `[B, T]` bool, False for padding; None is all real.
             documents: `[B, T]` ids; a token sees its own document only; None is one document.
 
@@ -43,8 +49,6 @@ class CausalConv(nn.Module):
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
         if real is not None:
             x = x * real[..., None].to(x.dtype)
-        if past is None:
-            past = x.new_zeros(x.shape[0], width - 1, x.shape[2])
         full = torch.cat([past, x], dim=1)
         out = x * weight[:, -1] + bias
         for lag in range(1, width):

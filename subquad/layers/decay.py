@@ -21,6 +21,13 @@ class SoftplusDecay(nn.Module):
     """
 
     def __init__(self, hidden_size: int, num_kv_heads: int, timescale: tuple[float, float]) -> None:
+        """Create the start.
+
+        Args:
+            hidden_size: width of the layer's input.
+            num_kv_heads: decays per token.
+            timescale: (shortest, longest) time constant in tokens.
+        """
         super().__init__()
         self.timescale = timescale
         self.weight = nn.Parameter(torch.zeros(num_kv_heads, hidden_size))
@@ -56,6 +63,12 @@ class SoftplusValueStep(nn.Module):
     """
 
     def __init__(self, hidden_size: int, num_kv_heads: int) -> None:
+        """Create the start.
+
+        Args:
+            hidden_size: width of the layer's input.
+            num_kv_heads: factors per token.
+        """
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(num_kv_heads, hidden_size))
         self.bias = nn.Parameter(torch.zeros(num_kv_heads))

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from subquad.kernels import PolyAttentionOutput, PolyState, WindowOutput, poly_attention
+from subquad.layers.cache import far_stream_differs
 from subquad.layers.config import MixerConfig
 from subquad.layers.conv import CausalConv
 from subquad.layers.decay import SoftplusDecay, SoftplusValueStep
 from subquad.layers.geometry import LayerGeometry
+from subquad.layers.inputs import Buffers, HeadInputs
 from subquad.layers.score import PolynomialScore
+from subquad.layers.stream import FarStream, WindowStream, past_stream, remember_stream, reset_at_documents
 
 DEFAULT_SHORTEST_TIMESCALE = 64.0
 START_LOG_MIX = -8.0
 # Scores of odd degree can be negative, and so can their sum: below this the shared normaliser is not trusted.
 MIN_SHARED_NORMALISER = 0.1
 RMS_EPS = 1e-6
-
-
-class FarStream(NamedTuple):
-    """Keys, values, decays and write weights, in the order in which the far part reads them.
-
-    Attributes:
-        k: `[B, T, num_kv_heads, head_dim]`.
-        v: `[B, T, num_kv_heads, head_dim]`.
-        log_decay: `[B, T, num_kv_heads]` float32, or None.
-        weight: `[B, T]` bool, False where nothing is written.
-    """
-
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor | None
-    weight: Tensor
 
 
 class Mixer(nn.Module):
@@ -52,6 +37,13 @@ class Mixer(nn.Module):
     """
 
     def __init__(self, config: MixerConfig, geometry: LayerGeometry, context_length: int) -> None:
+        """Create the parts.
+
+        Args:
+            config: which parts.
+            geometry: sizes of the converted heads only.
+            context_length: longest start of the decay's time constant, where the config does not say.
+        """
         super().__init__()
         self.config = config
         self.geometry = geometry
@@ -73,38 +65,88 @@ class Mixer(nn.Module):
             if self.norm_weight is not None:
                 self.norm_weight.fill_(1.0)
 
-    def attend(
-        self, q: Tensor, stream: FarStream, past: FarStream | None, state: PolyState | None, keep_state: bool
-    ) -> PolyAttentionOutput:
-        """Run the far part.
+    def parts(
+        self, inputs: HeadInputs, *, window_only: bool = False
+    ) -> tuple[PolyAttentionOutput | None, WindowOutput | None]:
+        """Compute the far part and the window, before they are joined.
 
         Args:
-            q: `[B, T, num_heads, head_dim]`.
-            stream: what the T steps write, already delayed by the window.
-            past: everything written before, for scores without a fixed-size state.
-            state: the recurrent state before the first step.
-            keep_state: whether to return the state after the last step.
+            inputs: the converted heads; their cache is updated.
+            window_only: leave the far part out of the result.
 
         Returns:
-            Numerator and normaliser when a window will be joined, the output otherwise.
+            The far part (None where nothing left the window) and the window (None for the pure mixer).
         """
+        config, buffers = self.config, inputs.buffers
+        if not config.window:
+            q, k, v, log_decay = self._far_inputs(inputs)
+            written = FarStream(k, v, reset_at_documents(log_decay, inputs.sequence, k), inputs.real())
+            return self._attend(q, written, buffers), None
+        stream = WindowStream(inputs, config.window, config.sinks)
+        shared = None
+        if buffers is not None and not far_stream_differs(config):
+            shared = (buffers["window_keys"], buffers["window_values"])
+        near = stream.near(*inputs.rotate(inputs.q, inputs.k), inputs.v)
+        # Without a cache nobody reads the far part of the control, or of a window longer than the input.
+        if buffers is None and (window_only or config.window >= inputs.q.shape[1]):
+            return None, near
+        q, k, v, log_decay = self._far_inputs(inputs)
+        far = self._attend(q, stream.delay(k, v, log_decay, shared), buffers)
+        return (None if window_only else far), near
+
+    def _far_inputs(self, inputs: HeadInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the far part's q, k, v and log decay, not yet delayed."""
+        q, k, v = inputs.q, inputs.k, inputs.v
+        if self.conv is not None:
+            q, k, v = self._convolve(self.conv, inputs)
+        if self.config.rope == "keep":
+            q, k = inputs.rotate(q, k)
+        if self.value_step is not None:
+            v = self.value_step(v, inputs.hidden_states)
+        log_decay = None if self.decay is None else self.decay(inputs.hidden_states)
+        if log_decay is not None and inputs.sequence.real is not None:
+            log_decay = log_decay.masked_fill(~inputs.sequence.real[..., None], 0.0)
+        return q, k, v, log_decay
+
+    def _convolve(self, conv: CausalConv, inputs: HeadInputs) -> list[Tensor]:
+        heads = (inputs.q, inputs.k, inputs.v)
+        flat = torch.cat([x.flatten(2) for x in heads], dim=-1)
+        past = flat.new_zeros(flat.shape[0], self.config.conv_width - 1, flat.shape[2])
+        if inputs.buffers is not None:
+            past = inputs.buffers["conv"].to(flat.dtype)
+            inputs.buffers["conv"] = conv.tail(flat, past, inputs.sequence.real).to(inputs.buffers["conv"].dtype)
+        mixed = conv(flat, past, inputs.sequence.real, inputs.sequence.documents)
+        sizes = [x.shape[2] * x.shape[3] for x in heads]
+        return [part.view(x.shape) for part, x in zip(mixed.split(sizes, dim=-1), heads, strict=True)]
+
+    def _attend(self, q: Tensor, written: FarStream, buffers: Buffers | None) -> PolyAttentionOutput:
+        """Run the op on what the T steps write, continuing and updating the cache."""
         config = self.config
-        k, v, log_decay, weight = stream
-        if past is not None:
-            k, v, weight = (torch.cat(pair, dim=1) for pair in ((past.k, k), (past.v, v), (past.weight, weight)))
-            log_decay = None if log_decay is None else torch.cat([past.log_decay, log_decay], dim=1)
-        return poly_attention(
+        state = None
+        if buffers is not None and config.linear:
+            values = buffers["values"]
+            # A mixer without a sum normaliser does not cache one; the op still carries it along.
+            state = PolyState(values, buffers.get("normaliser", values.new_zeros(values.shape[:-1])))
+        elif buffers is not None:
+            remember_stream(buffers, written)
+            written = past_stream(buffers)
+        far = poly_attention(
             self.score.map_queries(q),
-            self.score.map_keys(k),
-            v,
-            log_decay,
+            self.score.map_keys(written.k.to(q.dtype)),
+            written.v.to(q.dtype),
+            written.log_decay,
             coefs=self.score.coefficients(),
             scale=config.scale,
-            key_weight=weight[..., None].expand(-1, -1, self.geometry.num_kv_heads).float(),
+            key_weight=written.weight[..., None].expand(-1, -1, self.geometry.num_kv_heads).float(),
             normalize=config.normalised and not config.window,
             initial_state=state,
-            output_final_state=keep_state,
+            output_final_state=state is not None,
         )
+        if buffers is not None and far.final_state is not None:
+            buffers["values"] = far.final_state.values
+            if "normaliser" in buffers:
+                buffers["normaliser"] = far.final_state.normaliser
+        return far
 
     def finish(self, far: PolyAttentionOutput | None, near: WindowOutput | None) -> Tensor:
         """Normalise the far part and join it with the window.
@@ -117,28 +159,29 @@ class Mixer(nn.Module):
             `[B, T, num_heads, head_dim]`.
         """
         if far is None:
+            assert near is not None, "a mixer has a window or a far part"
             return near.out
-        out = self._rms_norm(far.out) if self.norm_weight is not None else far.out
+        out = far.out if self.norm_weight is None else _rms_norm(far.out, self.norm_weight)
         if near is None:
             return out
+        assert self.log_mix is not None, "a mixer with a window weighs its far part"
         if not self.config.normalised:
             return near.out + self.log_mix.exp()[:, None].to(out.dtype) * out
-        return self._join(out, far.normaliser, near)
-
-    def _join(self, numerator: Tensor, normaliser: Tensor, near: WindowOutput) -> Tensor:
-        """Share one normaliser: both parts as multiples of the larger one, so that nothing overflows."""
         if self.config.mix_reference == "near":
             near_mass = torch.ones_like(near.log_normaliser)
             far_unit = self.log_mix.exp().expand_as(near_mass)
         else:
+            # Both as multiples of the larger one, so that nothing overflows.
             log_mix = self.log_mix.expand_as(near.log_normaliser)
             largest = torch.maximum(near.log_normaliser, log_mix)
             near_mass, far_unit = (near.log_normaliser - largest).exp(), (log_mix - largest).exp()
-        total = (near_mass + far_unit * normaliser).clamp_min(MIN_SHARED_NORMALISER)
-        joined = near_mass[..., None] * near.out + far_unit[..., None] * numerator
+        total = (near_mass + far_unit * far.normaliser).clamp_min(MIN_SHARED_NORMALISER)
+        joined = near_mass[..., None] * near.out + far_unit[..., None] * out
         return (joined / total[..., None]).to(near.out.dtype)
 
-    def _rms_norm(self, out: Tensor) -> Tensor:
-        flat = out.flatten(2).float()
-        flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + RMS_EPS) * self.norm_weight.float()
-        return flat.view(out.shape).to(out.dtype)
+
+def _rms_norm(out: Tensor, weight: Tensor) -> Tensor:
+    """RMS norm over the concatenated heads (Mamba-2S [C])."""
+    flat = out.flatten(2).float()
+    flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + RMS_EPS) * weight.float()
+    return flat.view(out.shape).to(out.dtype)

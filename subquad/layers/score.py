@@ -25,6 +25,12 @@ class PolynomialScore(nn.Module):
     """
 
     def __init__(self, mixer: MixerConfig, geometry: LayerGeometry) -> None:
+        """Create the plain score.
+
+        Args:
+            mixer: which parts are learned.
+            geometry: sizes of the converted heads only.
+        """
         super().__init__()
         self.mixer = mixer
         heads, kv_heads, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from subquad.kernels import SinkTokens, WindowOutput, window_attention
-from subquad.layers.mixer import FarStream
+from subquad.layers.inputs import Buffers, HeadInputs
 from subquad.layers.sequence import SequenceInfo
 
-Buffers = dict[str, Tensor]
+
+class FarStream(NamedTuple):
+    """Keys, values, decays and write weights, in the order in which the far part reads them.
+
+    Attributes:
+        k: `[B, T, num_kv_heads, head_dim]`.
+        v: `[B, T, num_kv_heads, head_dim]`.
+        log_decay: `[B, T, num_kv_heads]` float32, or None.
+        weight: `[B, T]` bool, False where nothing is written.
+    """
+
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    weight: Tensor
 
 
 def shift_through(new: Tensor, window: int, name: str, buffers: Buffers | None) -> Tensor:
@@ -90,24 +106,32 @@ class WindowStream:
         takes: `[B, T]` bool, tokens that will leave the window for the far part (real and not sinks).
     """
 
-    def __init__(self, like: Tensor, window: int, sinks: int, sequence: SequenceInfo, buffers: Buffers | None) -> None:
-        self.window, self.sinks, self.sequence, self.buffers = window, sinks, sequence, buffers
+    def __init__(self, inputs: HeadInputs, window: int, sinks: int) -> None:
+        """Find the sinks and what may leave the window.
+
+        Args:
+            inputs: the heads; their cache is updated.
+            window: W, at least 1.
+            sinks: S, sinks per document.
+        """
+        self.window, self.sinks = window, sinks
+        self.sequence, self.buffers = inputs.sequence, inputs.buffers
+        buffers = inputs.buffers
         num_seen = None if buffers is None else buffers["num_seen"]
-        self.rank = sequence.token_rank(num_seen, like)
-        real = sequence.real if sequence.real is not None else torch.ones_like(self.rank, dtype=torch.bool)
+        real = inputs.real()
+        self.rank = self.sequence.token_rank(num_seen, real)
         self.is_sink = real & (self.rank <= sinks)
         self.takes = real & ~self.is_sink
         if buffers is not None:
             buffers["num_seen"] = self.rank[:, -1]
 
-    def near(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> WindowOutput:
+    def near(self, q: Tensor, k: Tensor, v: Tensor) -> WindowOutput:
         """Attend exactly to the window and the sinks.
 
         Args:
             q: `[B, T, num_heads, head_dim]` rotated queries.
             k: `[B, T, num_kv_heads, head_dim]` rotated keys.
             v: `[B, T, num_kv_heads, head_dim]`.
-            scale: factor on q.k, None for the usual one.
 
         Returns:
             Output and log normaliser of the exact part.
@@ -124,7 +148,7 @@ class WindowStream:
             valid = torch.cat([self.buffers["window_valid"], valid], dim=1)
             k = shift_through(k, self.window, "window_keys", self.buffers)
             v = shift_through(v, self.window, "window_values", self.buffers)
-        return window_attention(q, k, v, window=self.window, scale=scale, valid=valid, documents=documents, sinks=sinks)
+        return window_attention(q, k, v, window=self.window, valid=valid, documents=documents, sinks=sinks)
 
     def delay(self, k: Tensor, v: Tensor, log_decay: Tensor | None, shared: tuple[Tensor, Tensor] | None) -> FarStream:
         """Delay the far stream by the window.
@@ -164,3 +188,25 @@ def reset_at_documents(log_decay: Tensor | None, sequence: SequenceInfo, k: Tens
     if log_decay is None:
         log_decay = k.new_zeros(k.shape[:3], dtype=torch.float32)
     return log_decay.masked_fill(starts[..., None], float("-inf"))
+
+
+def past_stream(buffers: Buffers) -> FarStream:
+    """Return everything the far part has read so far, for scores without a fixed-size state."""
+    return FarStream(
+        buffers["past_keys"], buffers["past_values"], buffers.get("past_log_decay"), buffers["past_weight"]
+    )
+
+
+def remember_stream(buffers: Buffers, written: FarStream) -> None:
+    """Append what was written to the growing past, for scores without a fixed-size state."""
+    append(buffers, "past_keys", written.k)
+    append(buffers, "past_values", written.v)
+    append(buffers, "past_weight", written.weight)
+    if written.log_decay is not None:
+        append(buffers, "past_log_decay", written.log_decay)
+
+
+def append(buffers: Buffers, name: str, new: Tensor) -> Tensor:
+    """Append new positions `[B, T, ...]` to a growing cached tensor and return all of it in their dtype."""
+    buffers[name] = torch.cat([buffers[name], new.to(buffers[name].dtype)], dim=1)
+    return buffers[name].to(new.dtype)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from subquad.layers.sequence import SequenceInfo
+from subquad.layers.inputs import HeadInputs
 
 if TYPE_CHECKING:
     from subquad.layers.attention import SubquadAttention
@@ -22,7 +22,7 @@ class _EagerGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, compute: Callable[[], Tensor], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, compute: Callable[[], Tensor], *parameters: Tensor) -> Tensor:
         with torch.enable_grad():
             loss = compute()
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -30,48 +30,34 @@ class _EagerGradient(torch.autograd.Function):
         return loss.detach()
 
     @staticmethod
-    def backward(ctx, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         return None, *(None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors)
 
 
-def local_loss(
-    attention: SubquadAttention,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
-    rope: tuple[Tensor, Tensor],
-    sequence: SequenceInfo | None,
-    teacher_out: Tensor,
-) -> Tensor:
+def local_loss(attention: SubquadAttention, inputs: HeadInputs, teacher_out: Tensor) -> Tensor:
     """Return the student's squared error against the teacher's output, divided by the teacher's mean square.
 
     Args:
         attention: the layer.
-        inputs: hidden states `[B, T, hidden_size]` and the projected q, k, v of the teacher.
-        rope: (cos, sin).
-        sequence: padding and documents; padding does not count.
-        teacher_out: `[B, T, hidden_size]` after `o_proj`.
+        inputs: the teacher's heads; no gradient flows into them.
+        teacher_out: `[B, T, hidden_size]` after `o_proj`; padding does not count.
 
     Returns:
         Scalar float32, differentiable with respect to the mixer's trainable parameters. 1 is as bad as an output of 0.
     """
-    hidden_states, *projected = (x.detach() for x in inputs)
-    target = teacher_out.detach().float()
+    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    inputs = inputs._replace(hidden_states=inputs.hidden_states.detach(), q=q, k=k, v=v)
+    real = inputs.real()[..., None]
+    target = teacher_out.detach().float() * real
 
     def compute() -> Tensor:
-        heads = attention.student_heads(hidden_states, tuple(projected), rope, sequence)
-        out = attention.o_proj(heads.flatten(2)).float()
-        error, power = (out - target).square(), target.square()
-        if sequence is not None and sequence.real is not None:
-            real = sequence.real[..., None]
-            error, power = error * real, power * real
-        return error.sum() / power.sum()
+        out = attention.o_proj(attention.student_heads(inputs).flatten(2)).float() * real
+        return (out - target).square().sum() / target.square().sum()
 
-    parameters = [] if attention.mixer is None else trainable(attention.mixer)
+    parameters: list[Tensor] = []
+    if attention.mixer is not None:
+        parameters = [parameter for parameter in attention.mixer.parameters() if parameter.requires_grad]
     if not torch.is_grad_enabled() or not parameters:
         with torch.no_grad():
             return compute()
     return _EagerGradient.apply(compute, *parameters)
-
-
-def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """Return the module's parameters that require gradients."""
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]

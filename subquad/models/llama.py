@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from subquad.errors import ConfigError
 from subquad.layers import MixerConfig, SubquadAttention, converted_layers, parse_mixer
+from subquad.layers.attention import TEACHER_ATTRIBUTES
 from subquad.layers.sequence import SequenceInfo
 
 # transformers renamed `past_key_values` to `cache` in 5.24 and warns about the old name.
@@ -127,8 +128,9 @@ class SubquadLlamaForCausalLM(LlamaForCausalLM):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if type(module).__module__.startswith("subquad.layers") and hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        reset = getattr(module, "reset_parameters", None)
+        if type(module).__module__.startswith("subquad.layers") and callable(reset):
+            reset()
 
 
 def install_mixers(model: LlamaModel, mixers: list[MixerConfig | None]) -> None:
@@ -156,25 +158,11 @@ def remove_mixers(model: nn.Module, config: LlamaConfig) -> None:
     for attention in converted_layers(model):
         restored = LlamaAttention.__new__(LlamaAttention)
         nn.Module.__init__(restored)
-        for name in _SHARED_ATTRIBUTES:
+        for name in TEACHER_ATTRIBUTES:
             setattr(restored, name, getattr(attention, name))
         restored.config = config
         restored.train(attention.training)
         model.get_submodule(f"model.layers.{attention.layer_idx}").self_attn = restored
-
-
-_SHARED_ATTRIBUTES = (
-    "layer_idx",
-    "head_dim",
-    "num_key_value_groups",
-    "scaling",
-    "attention_dropout",
-    "is_causal",
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-)
 
 
 def register() -> None:

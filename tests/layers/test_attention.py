@@ -192,11 +192,10 @@ def test_one_exact_head_is_that_head_of_the_teacher(teacher):
     layer = converted_layers(model)[0]
     hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
     rope = model.model.rotary_emb(hidden, torch.arange(40)[None])
-    q, k, v = layer.project(hidden)
-    heads = layer.student_heads(hidden, (q, k, v), rope, None)
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    q, k = apply_rotary_pos_emb(q, k, *rope, unsqueeze_dim=2)
+    inputs = layer.inputs(hidden, rope)
+    heads = layer.student_heads(inputs)
+    q, k = inputs.rotate(inputs.q, inputs.k)
+    v = inputs.v
     k, v = (x.repeat_interleave(3, 2).transpose(1, 2) for x in (k, v))
     exact = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True).transpose(1, 2)
     assert relative(heads[:, :, 3:], exact[:, :, 3:]) < 1e-5

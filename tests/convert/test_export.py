@@ -238,6 +238,23 @@ def test_full_disk_keeps_the_earlier_export(tmp_path, limit):
     export_student(changed, tiny_tokenizer(), target, CARD)  # the same command works once there is space
 
 
+def test_earlier_export_comes_back_if_the_last_step_fails(tmp_path, monkeypatch):
+    target = export_student(make_student(), tiny_tokenizer(), tmp_path / "s", CARD)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    rename = Path.rename
+
+    def fail_for_the_new_one(self, destination):
+        if self.suffix == ".part":
+            raise OSError("rename refused")
+        return rename(self, destination)
+
+    monkeypatch.setattr(Path, "rename", fail_for_the_new_one)
+    with pytest.raises(OutputError, match="rename refused"):
+        export_student(make_student(), tiny_tokenizer(), target, CARD)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
 def test_tensor_lost_while_saving_is_noticed(tmp_path, monkeypatch):
     student = make_student()
     save = type(student).save_pretrained

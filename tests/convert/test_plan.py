@@ -152,6 +152,10 @@ def test_dtype_of_the_model_counts_for_keys_and_values_only():
     plans = {dtype: plan_conversion(SMOL, PURE, dtype=dtype).layers[0] for dtype in (torch.float32, torch.bfloat16)}
     assert plans[torch.float32].cache_bytes == plans[torch.bfloat16].cache_bytes
     assert plans[torch.float32].kv_bytes[8192] == 2 * plans[torch.bfloat16].kv_bytes[8192]
+    windowed = resolve_mixer("2mamba")
+    plan = plan_conversion(SMOL, windowed, dtype=torch.bfloat16)
+    assert plan.layers[0].cache_bytes[8192] == cache_bytes(windowed, plan.geometry, 1, 8192, torch.bfloat16)
+    assert plan.layers[0].cache_bytes[8192] < plan_conversion(SMOL, windowed).layers[0].cache_bytes[8192]
     config = LlamaConfig(**{**SMOL.to_dict(), "dtype": "bfloat16"})
     assert plan_conversion(config, PURE).dtype == torch.bfloat16
 

@@ -93,8 +93,7 @@ def poly_attention(
     chunk_size = chunk_size or DEFAULT_CHUNK_SIZE
     # The op keeps its own precision inside a caller's autocast region.
     with torch.autocast(q.device.type, enabled=False):
-        scale = q.shape[3] ** -0.5 if scale is None else scale
-        inputs = _prepare(q, k, v, log_decay, coefs, orders, scale, key_weight, initial_state)
+        inputs = _prepare(q, k, v, log_decay, key_weight, coefs, scale, initial_state)
         if form == "quadratic":
             joined, final_state = quadratic_attention(inputs, output_final_state)
         elif form == "recurrent" or (form == "auto" and k.shape[1] == 1 and initial_state is not None):
@@ -116,12 +115,13 @@ def _prepare(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
-    coefs: Coefs,
-    orders: tuple[int, ...],
-    scale: float,
     key_weight: Tensor | None,
+    coefs: Coefs,
+    scale: float | None,
     initial_state: PolyState | None,
 ) -> PolyInputs:
+    orders = active_orders(coefs)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
     dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
     num_kv_heads = k.shape[2]
     grouped = (num_kv_heads, q.shape[2] // num_kv_heads)

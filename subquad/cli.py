@@ -159,8 +159,8 @@ def convert(
 
         subquad convert demo model.source=model.gguf calibrate.enabled=false -o converted
     """
-    from subquad.recipes.actions import convert_recipe
     from subquad.recipes.loader import load_recipe
+    from subquad.recipes.runner import convert_recipe
 
     loaded = load_recipe(recipe, overrides or ())
     typer.echo(f"Checkpoint: {convert_recipe(loaded, output or loaded.run_dir / 'converted')}")

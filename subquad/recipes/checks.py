@@ -33,9 +33,12 @@ def check_recipe_against(recipe: Recipe, hf_config: PretrainedConfig) -> None:
     """
     problems = _length_problems(recipe, hf_config.max_position_embeddings) + _missing_files(recipe)
     try:
-        plan_conversion(hf_config, recipe.convert.mixer, recipe.convert.layers)
+        plan = plan_conversion(hf_config, recipe.convert.mixer, recipe.convert.layers)
     except ConfigError as error:
         problems.append(f"convert: {error}")
+    else:
+        if not plan.mixers:
+            problems.append("convert: every layer stays softmax, so there is nothing to distil; choose another mixer")
     if problems:
         listed = "\n".join(f"  {line}" for line in problems)
         raise ConfigError(f"recipe {recipe.name} does not fit {recipe.model.source}:\n{listed}")

@@ -16,6 +16,7 @@ from subquad.recipes.schema import Recipe
 
 STAGES = ("plan", "convert", "calibrate", "baseline", "stage1", "stage2", "export", "evaluate", "report")
 RECIPE_FILE = "recipe.yaml"
+LOCK_FILE = ".lock"
 # everything a run writes; `--fresh` removes these and nothing else
 _CONTENT = (
     RECIPE_FILE, "log.jsonl", "stages", "checkpoints", "tensorboard", "student",
@@ -48,6 +49,11 @@ class RunFolder:
         return self.path / "student"
 
     @property
+    def log_file(self) -> Path:
+        """Training log, one JSON object a line."""
+        return self.path / "log.jsonl"
+
+    @property
     def stages_dir(self) -> Path:
         """Folder of the markers and of what stages hand to later ones."""
         return self.path / "stages"
@@ -70,7 +76,7 @@ class RunFolder:
         try:
             if fresh and recipe_file.exists():
                 self._clear()
-            occupied = self.path.exists() and any(self.path.iterdir())
+            occupied = self.path.exists() and any(entry.name != LOCK_FILE for entry in self.path.iterdir())
         except OSError as error:
             raise OutputError(f"{self.path} cannot be used as the folder of a run: {error}") from error
         if recipe_file.exists():

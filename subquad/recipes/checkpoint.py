@@ -1,0 +1,64 @@
+"""Load a checkpoint to use it: a converted one as exported, or a teacher that has not been converted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from subquad.convert.source import load_teacher
+from subquad.errors import SourceError
+from subquad.models import SubquadLlamaConfig
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that is ready to use.
+
+    Attributes:
+        model: the model, in evaluation mode, on the CPU.
+        tokenizer: its tokenizer; None where it has none.
+        converted: whether it has converted layers.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    converted: bool
+
+
+def load_checkpoint(source: str, dtype: torch.dtype = torch.float32) -> Checkpoint:
+    """Load a converted checkpoint, or a teacher by any name `load_teacher` knows.
+
+    Args:
+        source: folder of an exported student, or a teacher's folder, `.gguf` file, hub id or name.
+        dtype: data type of the weights.
+
+    Returns:
+        Model and tokenizer.
+
+    Raises:
+        SourceError: the source is missing, damaged, or of an architecture that cannot be used.
+    """
+    if not _is_converted(Path(source)):
+        teacher = load_teacher(source, dtype)
+        return Checkpoint(teacher.model, teacher.tokenizer, converted=False)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        first_line = (str(error).strip() or repr(error)).splitlines()[0]
+        raise SourceError(f"{source} cannot be loaded: {first_line} Export it again from its run.") from error
+    return Checkpoint(model.eval(), tokenizer, converted=True)
+
+
+def _is_converted(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        # no folder or a damaged config: loading it as a teacher says what is wrong
+        return False
+    return isinstance(config, dict) and config.get("model_type") == SubquadLlamaConfig.model_type

@@ -1,0 +1,159 @@
+"""Run a recipe from the teacher to the report, one resumable stage after the other."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from filelock import FileLock, Timeout
+from rich.console import Console
+from safetensors import SafetensorError
+
+from subquad.convert.export import export_student
+from subquad.errors import ConfigError, OutputError
+from subquad.eval.results import Results
+from subquad.eval.storage import load_results
+from subquad.recipes.run_folder import LOCK_FILE, RECIPE_FILE, STAGES, RunFolder
+from subquad.recipes.schema import Recipe
+from subquad.recipes.steps import MAIN_PROCESS_STEPS, STEPS, bare_card
+from subquad.recipes.workshop import Workshop
+
+# processes wait for the main one while it measures, which takes longer than the half hour that is the default
+_PROCESS_TIMEOUT = timedelta(hours=6)
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def run_recipe(
+    recipe: Recipe, *, resume: bool = True, last_stage: str = "report", command: str | None = None
+) -> Results | None:
+    """Run a recipe, or continue it: stages that are finished are not run again, training goes on from its checkpoint.
+
+    Started by `accelerate launch` in several processes, all of them train; the main one measures and writes.
+
+    Args:
+        recipe: the recipe.
+        resume: False removes an earlier run in the recipe's folder first.
+        last_stage: where to stop: `plan`, `convert`, `calibrate`, `baseline`, `stage1`, `stage2`, `export`, `evaluate`
+            or `report`.
+        command: command that repeats the run, for the report; None names the recipe in the run's folder.
+
+    Returns:
+        What was measured; None where `last_stage` comes before `evaluate`, and in all processes but the main one.
+
+    Raises:
+        ConfigError: `last_stage` is unknown, or the recipe does not fit the model.
+        SourceError: the teacher is missing, damaged or cannot be converted.
+        DataError: text is missing, empty or too short.
+        OutputError: the folder holds another run, is in use by another process, or cannot be written (full disk).
+        TrainingError: training diverged; the last good checkpoint was kept.
+    """
+    if last_stage not in STAGES:
+        raise ConfigError(f"last_stage {last_stage!r} is unknown; it is one of {', '.join(STAGES)}")
+    shop = _open_workshop(recipe, command)
+    folder, state, console = shop.folder, shop.state, shop.console
+    with _only_run(folder, state), _explained_write_errors(folder):
+        if state.is_main_process:
+            folder.claim(recipe, fresh=not resume)
+        state.wait_for_everyone()
+        stages = STAGES[: STAGES.index(last_stage) + 1]
+        waiting = [stage for stage in stages if not folder.finished(stage)]
+        if not waiting:
+            console.print(f"{folder.path} is finished up to {last_stage}; nothing to do (--fresh runs it again).")
+        elif waiting[0] != STAGES[0]:
+            console.print(f"Continuing {folder.path} with {waiting[0]}.")
+        for stage in waiting:
+            _run_stage(shop, stage)
+        finished = state.is_main_process and folder.finished("evaluate")
+        return load_results(folder.path) if finished else None
+
+
+def convert_recipe(recipe: Recipe, directory: Path, *, command: str | None = None) -> Path:
+    """Write the converted and calibrated, but untrained, model of a recipe as a checkpoint.
+
+    Runs the recipe up to the calibration, in its own folder, so that `run_recipe` continues from there.
+
+    Args:
+        recipe: the recipe.
+        directory: where to write the checkpoint.
+        command: command that repeats this, for the model card.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ConfigError: as for `run_recipe`, like the others.
+        SourceError: the teacher.
+        DataError: the text.
+        OutputError: the run's folder, or a directory that holds something else.
+    """
+    run_recipe(recipe, last_stage="calibrate", command=command)
+    shop = _open_workshop(recipe, command)
+    if not shop.state.is_main_process:
+        return directory
+    with _explained_write_errors(shop.folder):
+        return export_student(shop.converted(), shop.tokenizer, directory, bare_card(shop))
+
+
+def _open_workshop(recipe: Recipe, command: str | None) -> Workshop:
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=_PROCESS_TIMEOUT)
+    console = Console(quiet=not state.is_main_process)
+    return Workshop(recipe, state, console, command or f"subquad run {recipe.run_dir / RECIPE_FILE} output_dir=FOLDER")
+
+
+def _run_stage(shop: Workshop, stage: str) -> None:
+    main = shop.state.is_main_process
+    if stage in MAIN_PROCESS_STEPS:
+        if not main:
+            return
+    else:
+        shop.state.wait_for_everyone()
+    start = time.monotonic()
+    outcome = STEPS[stage](shop)
+    if main:
+        seconds = time.monotonic() - start if outcome.seconds is None else outcome.seconds
+        shop.folder.finish(stage, outcome.result, seconds, outcome.files)
+    if stage not in MAIN_PROCESS_STEPS:
+        shop.state.wait_for_everyone()
+
+
+@contextmanager
+def _only_run(folder: RunFolder, state: PartialState) -> Iterator[None]:
+    """Hold the folder, so that a second run of it started by mistake is refused. Released by any kind of end."""
+    if not state.is_main_process:
+        yield
+        return
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.path / LOCK_FILE)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise OutputError(
+            f"{folder.path} is in use by another run; wait for it to end, or name another folder: output_dir=FOLDER."
+        ) from None
+    except OSError as error:
+        raise OutputError(f"{folder.path} cannot be used as the folder of a run: {error}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _explained_write_errors(folder: RunFolder) -> Iterator[None]:
+    """Turn a full or read-only disk into an error that says how to go on; libraries raise it in their own ways."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        full = "No space left" in str(error) or "PytorchStreamWriter failed" in str(error)
+        if isinstance(error, OutputError) or not (full or getattr(error, "errno", None) in _WRITE_ERRORS):
+            raise
+        raise OutputError(
+            f"{folder.path} cannot be written: {error}. Free space, or name a folder on another disk "
+            "(output_dir=FOLDER); running the same command again continues with the last finished stage or checkpoint."
+        ) from error

@@ -1,0 +1,219 @@
+"""The stages of a run: each does its work and says what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from subquad.convert.calibrate import CalibrationResult, calibrate
+from subquad.convert.export import export_student
+from subquad.convert.modelcard import ModelCard, write_model_card
+from subquad.convert.plan import render_plan
+from subquad.eval.memory import cache_table
+from subquad.eval.modes import EvalMode
+from subquad.eval.report import write_report
+from subquad.eval.results import LOSS_LABELS, LossName, Results, Sample, TokenCounts, summarise_losses
+from subquad.eval.storage import collect_versions, git_commit, load_results, save_results
+from subquad.recipes.measure import (
+    device_name,
+    measure_loss,
+    mixer_counts,
+    model_card,
+    pack_loss,
+    unpack_loss,
+    write_sample,
+)
+from subquad.recipes.progress import progress_bar
+from subquad.recipes.settings import text_source
+from subquad.recipes.workshop import Workshop
+
+# held-out tokens on which the loss before and after calibration is measured: the effect is large
+_CALIBRATION_CHECK_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a stage leaves for later ones.
+
+    Attributes:
+        result: plain values.
+        files: what it made; without them it does not count as finished.
+        seconds: time it took, where the stage knows better than the clock (training that was interrupted).
+    """
+
+    result: dict[str, Any] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
+    seconds: float | None = None
+
+
+def plan_layers(shop: Workshop) -> Outcome:
+    """Check the recipe against the model and print what every layer becomes."""
+    shop.console.print(render_plan(shop.plan))
+    return Outcome(shop.plan.to_dict())
+
+
+def convert_layers(shop: Workshop) -> Outcome:
+    """Load the teacher and swap its attention layers."""
+    return Outcome({"parameters": sum(parameter.numel() for parameter in shop.student.parameters())})
+
+
+def calibrate_mixers(shop: Workshop) -> Outcome:
+    """Set temperatures, decays and far weights from the teacher's own activations, without training."""
+    if not shop.recipe.calibrate.enabled:
+        return Outcome({"tokens": 0}, (shop.save_mixers(),))
+    rows = shop.held_out_rows[: max(1, _CALIBRATION_CHECK_TOKENS // shop.recipe.eval_seq_len)]
+    before = measure_loss(shop, shop.student, "student", "loss before calibration", rows)
+    found = _calibrate(shop)
+    after = measure_loss(shop, shop.student, "student", "loss after calibration", rows)
+    shop.console.print(f"Calibrated on {found.tokens:,} tokens: held-out loss {before.loss:.4f} → {after.loss:.4f}.")
+    result = {
+        "tokens": found.tokens,
+        "loss_before": before.loss,
+        "loss_after": after.loss,
+        "loss_tokens": after.num_tokens,
+        "error_before": found.error_before,
+        "error_after": found.error_after,
+    }
+    return Outcome(result, (shop.save_mixers(),))
+
+
+def measure_baseline(shop: Workshop) -> Outcome:
+    """Measure the teacher, the window-only control and the student before any training."""
+    modes: dict[LossName, EvalMode] = {"teacher": "teacher", "student_start": "student"}
+    if shop.has_control:
+        modes["window_only"] = "window_only"
+    losses = {
+        name: pack_loss(measure_loss(shop, shop.student, mode, LOSS_LABELS[name])) for name, mode in modes.items()
+    }
+    samples = write_sample(shop, shop.student, "teacher", "teacher")
+    return Outcome({"losses": losses, "samples": [sample.model_dump() for sample in samples]})
+
+
+def train_stage1(shop: Workshop) -> Outcome:
+    """Match every layer's output to the teacher's."""
+    return _train(shop, "stage1")
+
+
+def train_stage2(shop: Workshop) -> Outcome:
+    """Match the model's output distribution to the teacher's."""
+    return _train(shop, "stage2")
+
+
+def export_checkpoint(shop: Workshop) -> Outcome:
+    """Write the student as a Hugging Face checkpoint; its card gets the measurements at the end of the run."""
+    folder = export_student(shop.student, shop.tokenizer, shop.folder.student_dir, bare_card(shop))
+    # what is measured next is the checkpoint, read back
+    del shop.student
+    return Outcome({}, (folder,))
+
+
+def evaluate_run(shop: Workshop) -> Outcome:
+    """Measure the exported checkpoint and write `results.json`."""
+    model = shop.exported_student()
+    baseline = shop.folder.result("baseline")
+    losses = {name: unpack_loss(packed) for name, packed in baseline["losses"].items()}
+    losses["student"] = measure_loss(shop, model, "student", LOSS_LABELS["student"])
+    if shop.has_control:
+        losses["student_without_far"] = measure_loss(
+            shop, model, "student_without_far", LOSS_LABELS["student_without_far"]
+        )
+    with progress_bar("memory over length", shop.console) as advance:
+        cache, notes = cache_table(model, shop.recipe.eval.memory_lengths, progress=advance)
+    samples = [Sample(**sample) for sample in baseline["samples"]] + write_sample(shop, model, "student", "student")
+    table, differences, by_position = summarise_losses(losses)
+    results = Results(
+        name=shop.recipe.name,
+        source=shop.recipe.model.source,
+        mixers=mixer_counts(shop.plan),
+        data=text_source(shop.recipe.data.eval).describe(),
+        loss=table,
+        differences=differences,
+        by_position=by_position,
+        cache_bytes=cache,
+        tokens=_token_counts(shop),
+        wall_seconds=shop.folder.seconds(),
+        samples=samples,
+        versions=collect_versions(),
+        commit=git_commit(),
+        device=device_name(shop.state.device),
+        dtype=str(shop.dtype).removeprefix("torch."),
+        seed=shop.recipe.seed,
+        command=shop.command,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        notes=[*_calibration_note(shop), *notes],
+    )
+    return Outcome({}, (save_results(results, shop.folder.path),))
+
+
+def report_run(shop: Workshop) -> Outcome:
+    """Write the report and put the measurements on the student's model card."""
+    paths = write_report(shop.folder.path)
+    write_model_card(shop.folder.student_dir, model_card(load_results(shop.folder.path)))
+    return Outcome({}, (paths.markdown, paths.html))
+
+
+STEPS: dict[str, Callable[[Workshop], Outcome]] = {
+    "plan": plan_layers,
+    "convert": convert_layers,
+    "calibrate": calibrate_mixers,
+    "baseline": measure_baseline,
+    "stage1": train_stage1,
+    "stage2": train_stage2,
+    "export": export_checkpoint,
+    "evaluate": evaluate_run,
+    "report": report_run,
+}
+# measured and written by the main process alone
+MAIN_PROCESS_STEPS = ("baseline", "export", "evaluate", "report")
+
+
+def bare_card(shop: Workshop) -> ModelCard:
+    """Return the content of a model card before anything is measured."""
+    return ModelCard(shop.recipe.name, shop.recipe.model.source, mixer_counts(shop.plan), command=shop.command)
+
+
+def _calibrate(shop: Workshop) -> CalibrationResult:
+    rows = [
+        {name: row[name][None].to(shop.state.device) for name in ("input_ids", "position_ids")}
+        for row in shop.rows("calibrate", shop.recipe.calibrate.tokens)
+    ]
+    done = 0
+    # the rows are gone over twice: for the temperatures, then for the decays
+    total = 2 * sum(row["input_ids"].numel() for row in rows)
+    with progress_bar("calibrating", shop.console) as advance:
+
+        def count(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            advance(done, total)
+
+        return calibrate(shop.student, rows, on_batch=count)
+
+
+def _train(shop: Workshop, stage: str) -> Outcome:
+    if not getattr(shop.recipe, stage).tokens:
+        return Outcome({"tokens": 0})
+    done = shop.train(stage)
+    shop.console.print(f"{stage}: {done.tokens:,} tokens, loss {done.first_loss:.4f} → {done.last_loss:.4f}.")
+    result = {**dataclasses.asdict(done), "checkpoint": str(done.checkpoint.relative_to(shop.folder.path))}
+    return Outcome(result, (done.checkpoint,), seconds=done.wall_s)
+
+
+def _token_counts(shop: Workshop) -> TokenCounts:
+    tokens = {stage: shop.folder.result(stage)["tokens"] for stage in ("stage1", "stage2", "calibrate")}
+    return TokenCounts(stage1=tokens["stage1"], stage2=tokens["stage2"], calibration=tokens["calibrate"])
+
+
+def _calibration_note(shop: Workshop) -> list[str]:
+    found = shop.folder.result("calibrate")
+    if not found["tokens"]:
+        return ["The mixers were not calibrated before training."]
+    return [
+        f"Calibration on {found['tokens']:,} tokens, without training, took the held-out loss from "
+        f"{found['loss_before']:.4f} to {found['loss_after']:.4f} nats per token (on the first "
+        f"{found['loss_tokens']:,} held-out tokens)."
+    ]

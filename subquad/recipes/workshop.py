@@ -1,0 +1,198 @@
+"""The model of a run as the stages need it: loaded when first asked for, in the state the run has reached."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset, IterableDataset
+from rich.console import Console
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from subquad.convert.plan import ConversionPlan, plan_conversion
+from subquad.convert.source import SourceInfo, Teacher, inspect_source, load_teacher
+from subquad.convert.surgery import apply_plan
+from subquad.distill import StageResult, build_token_dataset, run_stage1, run_stage2
+from subquad.errors import DataError, OutputError
+from subquad.eval.loss import Row
+from subquad.eval.storage import write_atomic
+from subquad.models import SubquadLlamaForCausalLM
+from subquad.recipes.checkpoint import load_checkpoint
+from subquad.recipes.checks import check_recipe_against
+from subquad.recipes.run_folder import RunFolder
+from subquad.recipes.schema import Recipe
+from subquad.recipes.sections import EmbeddedText, HubText, TextFiles
+from subquad.recipes.settings import stage1_config, stage2_config, text_source, weights_dtype
+
+_MIXER_MARK = ".self_attn.mixer."
+# stages draw their rows with seeds of their own, so that stage 2 does not repeat the rows of stage 1
+_ROW_SEEDS = {"calibrate": 0, "stage1": 1, "stage2": 2, "eval": 3}
+
+
+class Workshop:
+    """What the stages of one run share.
+
+    Attributes:
+        recipe: the recipe.
+        folder: the folder of the run.
+        state: which of the processes of the run this one is, and its device.
+        console: where progress goes; quiet in all processes but the main one.
+        command: command that repeats the run.
+    """
+
+    def __init__(self, recipe: Recipe, state: PartialState, console: Console, command: str) -> None:
+        """Refer to a run; nothing is loaded.
+
+        Args:
+            recipe: the recipe.
+            state: which process this is.
+            console: where progress goes.
+            command: command that repeats the run.
+        """
+        self.recipe = recipe
+        self.folder = RunFolder(recipe.run_dir)
+        self.state = state
+        self.console = console
+        self.command = command
+
+    @property
+    def calibrated_file(self) -> Path:
+        """File with the mixers' parameters after calibration."""
+        return self.folder.stages_dir / "calibrated.safetensors"
+
+    @cached_property
+    def info(self) -> SourceInfo:
+        """What is known about the teacher without its weights."""
+        return inspect_source(self.recipe.model.source)
+
+    @cached_property
+    def plan(self) -> ConversionPlan:
+        """The checked conversion."""
+        check_recipe_against(self.recipe, self.info.hf_config)
+        convert = self.recipe.convert
+        return plan_conversion(self.info.hf_config, convert.mixer, convert.layers, dtype=self.dtype)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Data type of the weights."""
+        return weights_dtype(self.recipe, self.info.hf_config)
+
+    @property
+    def has_control(self) -> bool:
+        """Whether there is a window-only control: every converted layer has a window."""
+        return all(mixer.window for mixer in self.plan.mixers.values())
+
+    def load_teacher(self) -> Teacher:
+        """Load the teacher anew, on this process's device."""
+        teacher = load_teacher(self.recipe.model.source, self.dtype)
+        teacher.model.to(self.state.device)
+        return teacher
+
+    def converted(self) -> SubquadLlamaForCausalLM:
+        """Return a new converted model, untrained; calibrated if the run got that far."""
+        teacher = self.load_teacher()
+        self.__dict__["tokenizer"] = self._require_tokenizer(teacher.tokenizer)
+        model = apply_plan(teacher.model, self.plan).eval()
+        if self.folder.finished("calibrate"):
+            self._load_mixers(model)
+        return model
+
+    @cached_property
+    def student(self) -> SubquadLlamaForCausalLM:
+        """The converted model, with what the finished stages have found and trained."""
+        model = self.converted()
+        for stage in ("stage1", "stage2"):
+            if self.folder.finished(stage) and getattr(self.recipe, stage).tokens:
+                self._train(stage, model, sharded=False)
+        return model
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The teacher's tokenizer."""
+        return self._require_tokenizer(self.load_teacher().tokenizer)
+
+    def train(self, stage: str) -> StageResult:
+        """Run a training stage on the student, or continue it from its last checkpoint.
+
+        Args:
+            stage: `stage1` or `stage2`.
+
+        Returns:
+            What was done.
+        """
+        result = self._train(stage, self.student, sharded=self.recipe.trainer.fsdp)
+        if self.recipe.trainer.fsdp:
+            # FSDP leaves every process with a part of the weights: the next use loads the stage's checkpoint
+            del self.student
+        return result
+
+    def _train(self, stage: str, model: SubquadLlamaForCausalLM, sharded: bool) -> StageResult:
+        work_dir, log = self.folder.work_dir(stage), self.folder.log_file
+        if stage == "stage1":
+            settings = dataclasses.replace(stage1_config(self.recipe), fsdp=sharded)
+            return run_stage1(model, self.rows(stage, settings.tokens), settings, work_dir, log)
+        config = dataclasses.replace(stage2_config(self.recipe), fsdp=sharded)
+        teacher = self.load_teacher().model if config.full else None
+        return run_stage2(model, self.rows(stage, config.tokens), config, work_dir, log, teacher)
+
+    def save_mixers(self) -> Path:
+        """Write the mixers' parameters to `calibrated_file`; only the main process writes."""
+        if not self.state.is_main_process:
+            return self.calibrated_file
+        state = self.student.state_dict()
+        mixers = {name: value.contiguous().cpu() for name, value in state.items() if _MIXER_MARK in name}
+        write_atomic(self.calibrated_file, save(mixers))
+        return self.calibrated_file
+
+    def exported_student(self) -> PreTrainedModel:
+        """Load the exported checkpoint as its users will."""
+        return load_checkpoint(str(self.folder.student_dir), self.dtype).model.to(self.state.device)
+
+    def rows(self, stage: str, tokens: int) -> Dataset | IterableDataset:
+        """Return packed training rows of a stage.
+
+        Args:
+            stage: name of the stage.
+            tokens: how many tokens it takes.
+
+        Returns:
+            Rows of `data.seq_len` tokens, the same at every call.
+        """
+        return self._rows(self.recipe.data.train, self.recipe.data.seq_len, stage, tokens)
+
+    @cached_property
+    def held_out_rows(self) -> list[Row]:
+        """The held-out rows, the same for every model."""
+        rows = self._rows(self.recipe.data.eval, self.recipe.eval_seq_len, "eval", self.recipe.eval.tokens)
+        return list(rows)
+
+    def _rows(
+        self, section: EmbeddedText | TextFiles | HubText, seq_len: int, stage: str, tokens: int
+    ) -> Dataset | IterableDataset:
+        seed = self.recipe.seed + _ROW_SEEDS[stage]
+        return build_token_dataset(text_source(section), self.tokenizer, seq_len, seed, tokens)
+
+    def _load_mixers(self, model: PreTrainedModel) -> None:
+        try:
+            mixers = load_file(self.calibrated_file)
+        except (OSError, SafetensorError) as error:
+            raise OutputError(
+                f"{self.calibrated_file} is damaged: {error}. Remove it to calibrate again, then run the recipe again."
+            ) from error
+        missing, unexpected = model.load_state_dict(mixers, strict=False)
+        wrong = [name for name in missing if _MIXER_MARK in name] + list(unexpected)
+        if wrong:
+            raise OutputError(f"{self.calibrated_file} does not fit the model ({wrong[0]}); run with --fresh.")
+
+    def _require_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+        if tokenizer is None:
+            raise DataError(
+                f"{self.recipe.model.source} has no tokenizer, and a run needs one to read text. Put the tokenizer's "
+                "files (tokenizer.json, tokenizer_config.json) beside the weights."
+            )
+        return tokenizer

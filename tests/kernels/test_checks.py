@@ -37,7 +37,7 @@ def call(q=(1, 4, 4, 3), k=(1, 4, 2, 3), v=(1, 4, 2, 5), coefs=SQUARE, log_decay
         ({"form": "fast"}, "form 'fast' is unknown; it must be one of auto, quadratic, chunked, recurrent"),
         ({"chunk_size": 0}, "chunk_size is 0; it must be at least 1"),
         ({"form": "recurrent"}, "takes one token, got 4 queries and 4 keys"),
-        ({"coefs": (1.0,) * 4, "form": "chunked"}, "powers above 2 need form 'quadratic'"),
+        ({"coefs": (1.0,) * 4, "form": "chunked"}, "powers above 2 need form 'auto' or 'quadratic'"),
         ({"coefs": (1.0,) * 4, "output_final_state": True}, "power 3 has no state"),
         ({"initial_state": zero_state(1, 2, 3, 5, (0, 2))}, r"values has shape \[1, 2, 7, 5\], not \[1, 2, 6, 5\]"),
         ({"initial_state": PolyState(torch.zeros(1, 2, 6, 5), torch.zeros(1, 6))}, r"normaliser has shape \[1, 6\]"),

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.training_args import ParallelMode
 
 from subquad.distill.callbacks import DivergenceGuard, LogFile, LogWhenSaving, ProgressBar, read_log
 from subquad.distill.checkpoints import checkpoint_step, discard_staged, load_trainable, newest_valid_checkpoint
@@ -166,12 +168,20 @@ def _training_arguments(job: StageJob, seq_len: int) -> TrainingArguments:
         seed=config.seed,
         data_seed=config.seed,
         bf16=bf16,
+        use_cpu=not on_gpu,
+        # processes without GPUs (started by torchrun, which sets RANK) are one run only if the backend is named
+        ddp_backend="gloo" if not on_gpu and "RANK" in os.environ else None,
         fsdp=bool(config.fsdp),
         fsdp_config=dict(config.fsdp) if isinstance(config.fsdp, dict) else None,
         dataloader_drop_last=True,
         dataloader_pin_memory=on_gpu,
         dataloader_num_workers=config.dataloader_num_workers,
     )
+    if config.fsdp and (not on_gpu or args.parallel_mode != ParallelMode.DISTRIBUTED):
+        raise ConfigError(
+            f"fsdp shards over GPUs of several processes, but this one has {'no GPU' if not on_gpu else 'no others'}; "
+            "start it with `accelerate launch` or `torchrun`, or set fsdp: false"
+        )
     if args.n_gpu > 1:
         raise ConfigError(
             f"one process sees {args.n_gpu} GPUs; start one process per GPU with `accelerate launch` or `torchrun`, or "

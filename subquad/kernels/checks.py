@@ -71,7 +71,7 @@ def check_form(
     if orders[-1] > MAX_STATE_ORDER:
         if form in ("chunked", "recurrent"):
             problems.append(
-                f"form {form!r} with power {orders[-1]}: powers above {MAX_STATE_ORDER} need form 'quadratic'"
+                f"form {form!r} with power {orders[-1]}: powers above {MAX_STATE_ORDER} need form 'auto' or 'quadratic'"
             )
         if needs_state:
             problems.append(f"power {orders[-1]} has no state (only powers up to {MAX_STATE_ORDER} have); leave it out")

@@ -162,8 +162,8 @@ class SubquadCacheLayer(CacheLayerMixin):
         )
 
     def num_bytes(self) -> int:
-        """Return the bytes held now."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.buffers.values())
+        """Return the bytes held now, whatever part of its storage a tensor shows."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.buffers.values())
 
     def get_seq_length(self) -> int:
         """Return the number of positions seen, padding included."""

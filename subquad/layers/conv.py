@@ -64,4 +64,4 @@ class CausalConv(nn.Module):
         """Return the last width - 1 tokens of (past, x), padding zeroed: the next call's `past`."""
         if real is not None:
             x = x * real[..., None].to(x.dtype)
-        return torch.cat([past, x], dim=1)[:, -past.shape[1] :]
+        return torch.cat([past, x], dim=1)[:, -past.shape[1] :].clone()

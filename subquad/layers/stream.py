@@ -43,7 +43,8 @@ def shift_through(new: Tensor, window: int, name: str, buffers: Buffers | None) 
     past = new.new_zeros((new.shape[0], window, *new.shape[2:])) if buffers is None else buffers[name].to(new.dtype)
     full = torch.cat([past, new], dim=1)
     if buffers is not None:
-        buffers[name] = full[:, full.shape[1] - window :].to(buffers[name].dtype)
+        # A copy: a view would keep the whole input alive.
+        buffers[name] = full[:, full.shape[1] - window :].to(buffers[name].dtype, copy=True)
     return full
 
 
@@ -72,7 +73,7 @@ def gather_sinks(
         room = torch.cat([old, old[:, :1]], dim=1)
         merged.append(room.scatter(1, index, new)[:, :sinks])
         if buffers is not None:
-            buffers[name] = merged[-1].to(buffers[name].dtype)
+            buffers[name] = merged[-1].to(buffers[name].dtype, copy=True)
     visible = torch.arange(sinks, device=k.device) < rank[..., None]
     return SinkTokens(merged[0], merged[1], visible)
 
@@ -123,7 +124,7 @@ class WindowStream:
         self.is_sink = real & (self.rank <= sinks)
         self.takes = real & ~self.is_sink
         if buffers is not None:
-            buffers["num_seen"] = self.rank[:, -1]
+            buffers["num_seen"] = self.rank[:, -1].clone()
 
     def near(self, q: Tensor, k: Tensor, v: Tensor) -> WindowOutput:
         """Attend exactly to the window and the sinks.

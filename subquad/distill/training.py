@@ -98,12 +98,14 @@ def run_job(job: StageJob) -> StageResult:
     seq_len = len(next(iter(job.dataset))["input_ids"])
     args = _training_arguments(job, seq_len)
     tokens_per_step = _tokens_per_step(args, seq_len)
-    if args.process_index == 0:
-        _claim_work_dir(job, seq_len)
     checkpoint = newest_valid_checkpoint(job.work_dir)
     resumed_step = 0 if checkpoint is None else checkpoint_step(checkpoint)
+    finished = resumed_step >= args.max_steps
+    if args.process_index == 0:
+        # the trained parameters of a finished stage are the same file whether it was sharded or not
+        _claim_work_dir(job, seq_len, may_differ=(*COSMETIC, "fsdp") if finished else COSMETIC)
     trainable = sum(p.numel() for p in job.objective.parameters() if p.requires_grad)
-    if checkpoint is not None and resumed_step >= args.max_steps:
+    if checkpoint is not None and finished:
         load_trainable(job.objective.student, checkpoint)
     else:
         _fit(job, args, tokens_per_step, checkpoint)
@@ -202,12 +204,11 @@ def _tokens_per_step(args: TrainingArguments, seq_len: int) -> int:
     return args.train_batch_size * args.gradient_accumulation_steps * args.world_size * seq_len
 
 
-def _claim_work_dir(job: StageJob, seq_len: int) -> None:
+def _claim_work_dir(job: StageJob, seq_len: int, may_differ: Sequence[str]) -> None:
     """Create the folder, or make sure that what it holds is this stage with these settings."""
     rows = len(job.dataset) if isinstance(job.dataset, Dataset) else None
     settings: dict[str, Any] = {"stage": job.stage, "seq_len": seq_len, "rows": rows}
-    settings |= {key: value for key, value in dataclasses.asdict(job.config).items() if key not in COSMETIC}
-    settings = json.loads(json.dumps(settings))
+    settings = json.loads(json.dumps(settings | dataclasses.asdict(job.config)))
     path = job.work_dir / SETTINGS_NAME
     try:
         job.work_dir.mkdir(parents=True, exist_ok=True)
@@ -223,7 +224,7 @@ def _claim_work_dir(job: StageJob, seq_len: int) -> None:
     changed = [
         f"{key}: {before.get(key)!r} there, {settings.get(key)!r} now"
         for key in sorted(before.keys() | settings.keys())
-        if before.get(key) != settings.get(key)
+        if key not in may_differ and before.get(key) != settings.get(key)
     ]
     if changed:
         raise OutputError(

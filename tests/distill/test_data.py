@@ -25,6 +25,8 @@ WORDS_PER_DOCUMENT = 11
 @pytest.fixture(autouse=True)
 def private_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    # the library waits ten seconds at the end of a parquet stream, for its threads
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)
 
 
 def make_tokenizer(bos: bool = False) -> PreTrainedTokenizerFast:

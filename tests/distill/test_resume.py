@@ -1,6 +1,7 @@
 """A run that was killed and started again is the run that was not."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,6 +111,16 @@ def test_work_folder_with_other_settings_is_refused(tmp_path):
         run_tiny("stage1", tmp_path, learning_rate=2e-2)
     # what only changes what is shown or kept may change
     assert run_tiny("stage1", tmp_path, keep_checkpoints=3).resumed_step == STEPS
+
+
+def test_finished_stage_of_a_sharded_run_loads_unsharded_but_an_unfinished_one_does_not_resume(tmp_path):
+    run_tiny("stage1", tmp_path)
+    settings = tmp_path / "stage1" / "settings.json"
+    settings.write_text(settings.read_text().replace('"fsdp": false', '"fsdp": true'))
+    assert run_tiny("stage1", tmp_path).resumed_step == STEPS
+    shutil.rmtree(tmp_path / "stage1" / f"checkpoint-{STEPS}")
+    with pytest.raises(OutputError, match=r"fsdp: True there, False now"):
+        run_tiny("stage1", tmp_path)
 
 
 def test_checkpoint_holds_the_trained_parameters_and_nothing_else(tmp_path):

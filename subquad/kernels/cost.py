@@ -6,8 +6,8 @@ from subquad.kernels.inputs import PolyInputs
 from subquad.kernels.state import MAX_STATE_ORDER, num_rows
 from subquad.kernels.tiles import TILE_SIZE
 
-# Of 128, 256, 512 and 1024 the fastest at 4,096 tokens and, with 1024, at 2,048 (forward + backward, d = 64, 9 query and
-# 3 key/value heads, one CPU thread): smaller chunks pay for loop overhead, larger ones for pairs.
+# Of 128, 256, 512 and 1024 the fastest at 4,096 tokens and, with 1024, at 2,048 (forward + backward, d = 64, 9 query
+# and 3 key/value heads, one CPU thread): smaller chunks pay for loop overhead, larger ones for pairs.
 DEFAULT_CHUNK_SIZE = 256
 
 

@@ -130,8 +130,12 @@ class Mixer(nn.Module):
         elif buffers is not None:
             remember_stream(buffers, written)
             written = past_stream(buffers)
+        queries = self.score.map_queries(q)
+        if config.window:
+            # The numerator is joined with the window before it is divided: in half precision it could overflow.
+            queries = queries.float() if queries.dtype in (torch.float16, torch.bfloat16) else queries
         far = poly_attention(
-            self.score.map_queries(q),
+            queries,
             self.score.map_keys(written.k.to(q.dtype)),
             written.v.to(q.dtype),
             written.log_decay,

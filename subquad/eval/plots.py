@@ -80,7 +80,7 @@ def plot_training(curve: TrainingCurve, path: Path) -> Plot:
     title, y_label = STAGE_LABELS.get(curve.stage, (f"Training: {curve.stage}", "Loss"))
     figure, axes = new_figure(title, "Training tokens", y_label)
     losses = np.asarray(curve.losses)
-    width = max(1, len(losses) // 20)
+    width = max(1, len(losses) // 6)
     axes.plot(curve.tokens, losses, color=BLUE, linewidth=1, alpha=0.4 if width > 1 else 1.0, label="each log line")
     if width > 1:
         means = np.convolve(losses, np.ones(width) / width, mode="valid")

@@ -1,7 +1,8 @@
-"""Writing a directory so that it is either complete or not there."""
+"""Writing a file or a directory so that it is either complete or what it was before."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import shutil
@@ -95,23 +96,29 @@ def _open_to_others(directory: Path) -> None:
         path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
-def atomic_file(path: Path, text: str) -> None:
-    """Write a text file so that it is either complete or what it was before.
+def atomic_file(path: Path, content: bytes) -> None:
+    """Write a file so that it is either complete or what it was before.
 
     Args:
-        path: The file; its directory exists.
-        text: The content.
+        path: The file; its directory is created if missing.
+        content: Its bytes.
 
     Raises:
-        OutputError: It cannot be written.
+        OutputError: It cannot be written (full disk, missing permission).
     """
-    temporary = path.with_name(f".{path.name}.part")
+    # In the same directory, so that the last step is a rename within one file system.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OutputError(f"{path} could not be written: {error}. What was there before is unchanged.") from error
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise OutputError(
+            f"{path} could not be written: {error}. What was there before is unchanged. "
+            "Free some space or choose another folder."
+        ) from error

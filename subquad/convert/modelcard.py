@@ -77,7 +77,7 @@ def write_model_card(directory: Path, card: ModelCard) -> Path:
         OutputError: It cannot be written; an earlier card is kept.
     """
     path = directory / CARD_FILE
-    atomic_file(path, render_model_card(card))
+    atomic_file(path, render_model_card(card).encode())
     return path
 
 

@@ -1,6 +1,6 @@
 """Distillation: token data, losses, and the two training stages on `transformers.Trainer`."""
 
-from subquad.distill.adapters import adapters_disabled, add_lora, merge_adapters
+from subquad.distill.adapters import adapters_disabled, add_lora
 from subquad.distill.checkpoints import load_trainable, newest_valid_checkpoint
 from subquad.distill.config import Stage1Config, Stage2Config
 from subquad.distill.data import build_token_dataset
@@ -20,7 +20,6 @@ __all__ = [
     "build_token_dataset",
     "distillation_loss",
     "load_trainable",
-    "merge_adapters",
     "newest_valid_checkpoint",
     "run_stage1",
     "run_stage2",

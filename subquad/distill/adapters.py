@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al. 2021, through peft) on a converted model: add, switch off for the teacher, merge."""
+"""LoRA adapters (Hu et al. 2021, through peft) on a converted model: add, and switch off for the teacher."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_lora(model: nn.Module, rank: int, alpha: float, dropout: float, target_m
         ConfigError: No module of the model has one of the names, or the model already has adapters.
     """
     if adapted_layers(model):
-        raise ConfigError("the model already has adapters; merge them first (subquad.distill.merge_adapters)")
+        raise ConfigError("the model already has adapters; merge them first (subquad.convert.export.merge_adapters)")
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     missing = [target for target in target_modules if target not in names]
     if missing or not target_modules:
@@ -74,29 +74,3 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
-
-
-def merge_adapters(model: nn.Module) -> int:
-    """Add every adapter to the weight it adapts and remove it, in place.
-
-    Afterwards the model is a plain one again, and its teacher (the weights before training) is gone.
-
-    Args:
-        model: A model, with or without adapters.
-
-    Returns:
-        Number of layers merged.
-
-    Raises:
-        ValueError: An adapter holds NaN or infinity (from peft).
-    """
-    merged = 0
-    for name, module in list(model.named_modules()):
-        if isinstance(module, BaseTunerLayer):
-            module.merge(safe_merge=True)
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, module.get_base_layer())
-            merged += 1
-    if hasattr(model, "peft_config"):
-        del model.peft_config
-    return merged

@@ -78,8 +78,8 @@ def run_stage2(
     """Train the model's output against its teacher's: adapters and mixers, or all weights.
 
     With adapters the teacher is the model itself, in teacher mode and with adapters off. They stay in the model, so
-    that both can be evaluated; `merge_adapters` makes them part of the weights. Full tuning changes the weights the
-    teacher needs and so takes a separate one; it keeps the trained weights in float32.
+    that both can be evaluated; `convert.export.merge_adapters` makes them part of the weights. Full tuning changes the
+    weights the teacher needs and so takes a separate one; it keeps the trained weights in float32.
 
     Args:
         model: A converted model, trained in place.

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from subquad.convert.atomic import atomic_file
 from subquad.errors import OutputError
 from subquad.eval.loss import perplexity
 from subquad.eval.plots import Plot, crossover_sentence, write_plots
 from subquad.eval.results import LOSS_LABELS, CacheTable, LossName, PairedDifference, Results
-from subquad.eval.storage import load_results, write_atomic
+from subquad.eval.storage import load_results
 from subquad.eval.style import format_bytes, format_positions, format_seconds
 from subquad.eval.training_log import read_curves
 from subquad.eval.verdict import judge
@@ -70,8 +71,8 @@ def write_report(run_dir: Path) -> ReportPaths:
     except OSError as error:
         raise OutputError(f"the plots of {run_dir} cannot be written: {error}") from error
     paths = ReportPaths(run_dir / "report.md", run_dir / "report.html", [plot.path for plot in plots])
-    write_atomic(paths.markdown, _render("report.md.j2", content).encode())
-    write_atomic(paths.html, _render("report.html.j2", {**content, "images": images}).encode())
+    atomic_file(paths.markdown, _render("report.md.j2", content).encode())
+    atomic_file(paths.html, _render("report.html.j2", {**content, "images": images}).encode())
     return paths
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from subquad.convert.atomic import atomic_file
 from subquad.errors import OutputError
 from subquad.eval.results import Results
 
@@ -60,7 +59,7 @@ def save_results(results: Results, run_dir: Path) -> Path:
         OutputError: The folder cannot be written.
     """
     path = run_dir / RESULTS_FILE
-    write_atomic(path, (results.model_dump_json(indent=2) + "\n").encode())
+    atomic_file(path, (results.model_dump_json(indent=2) + "\n").encode())
     return path
 
 
@@ -101,28 +100,3 @@ def load_results(run_dir: Path) -> Results:
             f"{path} is not a results file of this version of subquad (layout 1):\n{problems}\n"
             "Evaluate the run again to rewrite it."
         ) from error
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file through a temporary one beside it, flushed to disk before it takes the name.
-
-    Args:
-        path: Where the file goes; the folder is created if missing.
-        content: Its bytes.
-
-    Raises:
-        OutputError: The folder cannot be created or written, or the disk is full; the old file is untouched.
-    """
-    # In the same folder, so that the last step is a rename within one file system.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise OutputError(f"{path} cannot be written: {error}. Free space or choose another folder.") from error

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from subquad.convert.atomic import atomic_file
 from subquad.errors import ConfigError, OutputError
-from subquad.eval.storage import write_atomic
 from subquad.recipes.loader import load_recipe, recipe_to_yaml
 from subquad.recipes.schema import Recipe
 
@@ -87,7 +87,7 @@ class RunFolder:
                 "Name another folder: output_dir=FOLDER."
             )
         else:
-            write_atomic(recipe_file, recipe_to_yaml(recipe).encode())
+            atomic_file(recipe_file, recipe_to_yaml(recipe).encode())
 
     def finished(self, stage: str) -> bool:
         """Return whether a stage and all before it are finished."""
@@ -134,7 +134,7 @@ class RunFolder:
             "files": [str(path.relative_to(self.path)) for path in files],
             "result": dict(result),
         }
-        write_atomic(self.stages_dir / f"{stage}.json", (json.dumps(content, indent=2) + "\n").encode())
+        atomic_file(self.stages_dir / f"{stage}.json", (json.dumps(content, indent=2) + "\n").encode())
 
     def _marker(self, stage: str) -> dict[str, Any] | None:
         path = self.stages_dir / f"{stage}.json"

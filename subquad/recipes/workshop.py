@@ -14,13 +14,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from subquad.convert.atomic import atomic_file
 from subquad.convert.plan import ConversionPlan, plan_conversion
 from subquad.convert.source import SourceInfo, Teacher, inspect_source, load_teacher
 from subquad.convert.surgery import apply_plan
 from subquad.distill import StageResult, build_token_dataset, run_stage1, run_stage2
 from subquad.errors import DataError, OutputError
 from subquad.eval.loss import Row
-from subquad.eval.storage import write_atomic
 from subquad.models import SubquadLlamaForCausalLM
 from subquad.recipes.checkpoint import load_checkpoint
 from subquad.recipes.checks import check_recipe_against
@@ -146,7 +146,7 @@ class Workshop:
             return self.calibrated_file
         state = self.student.state_dict()
         mixers = {name: value.contiguous().cpu() for name, value in state.items() if _MIXER_MARK in name}
-        write_atomic(self.calibrated_file, save(mixers))
+        atomic_file(self.calibrated_file, save(mixers))
         return self.calibrated_file
 
     def exported_student(self) -> PreTrainedModel:

@@ -295,7 +295,7 @@ def test_card_can_be_replaced_after_evaluation(exported):
     write_model_card(exported, CARD)
     assert (exported / "README.md").read_text() == before
     with pytest.raises(OutputError, match="could not be written"):
-        write_model_card(exported / "missing", CARD)
+        write_model_card(exported / "README.md", CARD)
 
 
 def run_fresh(script: str, *arguments: str, cache: Path, path: str = str(REPOSITORY)) -> str:

@@ -5,14 +5,15 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from subquad.convert.export import merge_adapters
 from subquad.distill import (
     LossWeights,
     Stage1Config,
     Stage2Config,
     adapters_disabled,
     add_lora,
-    merge_adapters,
     newest_valid_checkpoint,
     run_stage1,
     run_stage2,
@@ -228,9 +229,21 @@ def test_nan_stops_names_the_last_good_checkpoint_and_keeps_it(tmp_path):
 
 def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
     # loss and gradient of the saving step are finite: only its update is not
-    config = tiny_config("stage1", learning_rate=1e39, warmup_ratio=0.0, save_steps=1)
-    with pytest.raises(TrainingError, match=r"parameters or loss are NaN or infinite at step 1; nothing was saved"):
-        run_stage1(tiny_model(), tiny_dataset(), config, tmp_path / "stage1", tmp_path / "log.jsonl")
+    def overflow(optimizer, args, kwargs):
+        optimizer.param_groups[0]["params"][0].data.fill_(math.inf)
+
+    hook = register_optimizer_step_post_hook(overflow)
+    try:
+        with pytest.raises(TrainingError, match=r"parameters or loss are NaN or infinite at step 1; nothing was saved"):
+            run_stage1(
+                tiny_model(),
+                tiny_dataset(),
+                tiny_config("stage1", save_steps=1),
+                tmp_path / "stage1",
+                tmp_path / "log.jsonl",
+            )
+    finally:
+        hook.remove()
     assert not list((tmp_path / "stage1").glob("checkpoint-*"))
 
 

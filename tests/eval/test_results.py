@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
 from pydantic import ValidationError
 
+from subquad.convert.atomic import atomic_file
 from subquad.errors import ConfigError, OutputError
 from subquad.eval import storage
 from subquad.eval.loss import LossResult
 from subquad.eval.results import gap_closed, summarise_losses
-from subquad.eval.storage import collect_versions, git_commit, load_results, save_results, write_atomic
+from subquad.eval.storage import collect_versions, git_commit, load_results, save_results
 
 from .conftest import make_results
 
@@ -77,21 +79,21 @@ def test_round_trip_and_the_promised_keys(tmp_path):
 
 def test_a_failed_write_keeps_the_old_file_and_leaves_no_scrap(tmp_path, monkeypatch):
     path = tmp_path / "results.json"
-    write_atomic(path, b"old")
+    atomic_file(path, b"old")
 
     def full_disk(_descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(storage.os, "fsync", full_disk)
+    monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OutputError, match="No space left"):
-        write_atomic(path, b"new")
+        atomic_file(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_folder_that_cannot_be_made_is_an_output_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OutputError, match="cannot be written"):
+    with pytest.raises(OutputError, match="could not be written"):
         save_results(make_results(), tmp_path / "file" / "run")
 
 

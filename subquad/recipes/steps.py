@@ -69,9 +69,13 @@ def calibrate_mixers(shop: Workshop) -> Outcome:
     before = measure_loss(shop, shop.student, "student", "loss before calibration", rows)
     found = _calibrate(shop)
     after = measure_loss(shop, shop.student, "student", "loss after calibration", rows)
-    shop.console.print(f"Calibrated on {found.tokens:,} tokens: held-out loss {before.loss:.4f} → {after.loss:.4f}.")
+    undone = "" if found.kept else " (it raised the loss on its own text, so it was undone)"
+    shop.console.print(
+        f"Calibrated on {found.tokens:,} tokens{undone}: held-out loss {before.loss:.4f} → {after.loss:.4f}."
+    )
     result = {
         "tokens": found.tokens,
+        "kept": found.kept,
         "loss_before": before.loss,
         "loss_after": after.loss,
         "loss_tokens": after.num_tokens,
@@ -212,6 +216,8 @@ def _calibration_note(shop: Workshop) -> list[str]:
     found = shop.folder.result("calibrate")
     if not found["tokens"]:
         return ["The mixers were not calibrated before training."]
+    if not found["kept"]:
+        return [f"Calibration on {found['tokens']:,} tokens raised the loss on its own text and was undone."]
     return [
         f"Calibration on {found['tokens']:,} tokens, without training, took the held-out loss from "
         f"{found['loss_before']:.4f} to {found['loss_after']:.4f} nats per token (on the first "

@@ -21,6 +21,9 @@ def test_errors_go_down_and_the_teacher_stays(preset):
     seen = []
     result = calibrate(model, [{"input_ids": ids}], on_batch=seen.append)
     assert (result.tokens, sum(seen)) == (240, 480)
+    if not result.kept:
+        assert result.loss_after > result.loss_before
+        return
     assert all(result.error_after[layer] < result.error_before[layer] for layer in (0, 1))
     # What was measured is what the calibrated layer does.
     again = calibrate(model, [{"input_ids": ids}])
@@ -47,3 +50,15 @@ def test_nothing_to_calibrate_is_refused():
         calibrate(model, [])
     with pytest.raises(ConfigError, match="no converted layer"):
         calibrate(undo_plan(model), [{"input_ids": tiny_tokens()}])
+
+
+def test_settings_that_raise_the_loss_are_undone(monkeypatch):
+    teacher = tiny_teacher()
+    model = apply_plan(teacher, plan_conversion(teacher.config, resolve_mixer("2mamba"), layers=None))
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    losses = iter([2.0, 2.5])
+    monkeypatch.setattr("subquad.convert.calibrate._loss", lambda model, rows: next(losses))
+    with pytest.warns(UserWarning, match=r"2\.0000 to 2\.5000 and was undone"):
+        result = calibrate(model, [{"input_ids": tiny_tokens(2, 120)}])
+    assert not result.kept
+    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())

@@ -12,7 +12,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -108,8 +108,8 @@ def run(
     from subquad.recipes.runner import run_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    with _resumable():
-        results = run_recipe(loaded, resume=not fresh)
+    with _long_run():
+        results = run_recipe(loaded, resume=not fresh, command=_command())
     if results is None:
         return
     if as_json:
@@ -147,9 +147,8 @@ def plan(recipe: RecipeArgument, overrides: OverridesArgument = None, as_json: J
 def convert(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the new checkpoint [default: RUN/converted].")
-    ] = None,
+    *,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the new checkpoint.")],
 ) -> None:
     """Convert and calibrate the teacher, without training, and write the checkpoint.
 
@@ -163,7 +162,9 @@ def convert(
     from subquad.recipes.runner import convert_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    typer.echo(f"Checkpoint: {convert_recipe(loaded, output or loaded.run_dir / 'converted')}")
+    with _long_run():
+        written = convert_recipe(loaded, output, command=_command())
+    typer.echo(f"Checkpoint: {written}")
 
 
 @app.command()
@@ -184,8 +185,8 @@ def distill(
     from subquad.recipes.runner import run_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    with _resumable():
-        run_recipe(loaded, resume=not fresh, last_stage="export")
+    with _long_run():
+        run_recipe(loaded, resume=not fresh, last_stage="export", command=_command())
     typer.echo(f"Checkpoint: {loaded.run_dir / 'student'}")
 
 
@@ -323,14 +324,19 @@ def _print_summary(run_folder: Path) -> None:
     print_summary(load_results(run_folder), run_folder / "report.html")
 
 
+def _command() -> str:
+    """Return the command that was given, without the option that would remove the run it started."""
+    return shlex.join(["subquad", *(word for word in sys.argv[1:] if word != "--fresh")])
+
+
 @contextmanager
-def _resumable() -> Iterator[None]:
-    """On Ctrl-C say how to go on; what is on disk is always enough to."""
+def _long_run() -> Iterator[None]:
+    """Keep standard output for the result, and on Ctrl-C say how to go on: what is on disk is always enough to."""
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     except KeyboardInterrupt:
-        command = shlex.join(["subquad", *(word for word in sys.argv[1:] if word != "--fresh")])
-        typer.echo(f"\ninterrupted; the run continues where it was with:\n  {command}", err=True)
+        typer.echo(f"\ninterrupted; to continue where it was:\n  {_command()}", err=True)
         raise typer.Exit(130) from None
 
 

@@ -14,6 +14,7 @@ from accelerate import PartialState
 from filelock import FileLock, Timeout
 from rich.console import Console
 from safetensors import SafetensorError
+from transformers.utils.logging import disable_progress_bar
 
 from subquad.convert.export import export_student
 from subquad.errors import ConfigError, OutputError
@@ -103,6 +104,9 @@ def convert_recipe(recipe: Recipe, directory: Path, *, command: str | None = Non
 def _open_workshop(recipe: Recipe, command: str | None) -> Workshop:
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=_PROCESS_TIMEOUT)
     console = Console(quiet=not state.is_main_process)
+    if not console.is_terminal:
+        # the bars of transformers would fill a log file with carriage returns
+        disable_progress_bar()
     return Workshop(recipe, state, console, command or f"subquad run {recipe.run_dir / RECIPE_FILE} output_dir=FOLDER")
 
 

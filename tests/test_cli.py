@@ -1,0 +1,181 @@
+"""The command line: exit codes and messages that a script or a person can act on."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from subquad import cli
+from subquad.recipes import steps
+from subquad.recipes.loader import recipe_to_yaml
+
+from .recipes.conftest import make_recipe, teacher_dir, text_files  # noqa: F401
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Run the command line in this process; returns (exit code, standard output, standard error)."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["subquad", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capsys.readouterr()
+        return caught.value.code or 0, out, err
+
+    return run
+
+
+@pytest.fixture
+def recipe_file(make_recipe, tmp_path):  # noqa: F811
+    path = tmp_path / "tiny.yaml"
+    path.write_text(recipe_to_yaml(make_recipe()))
+    return str(path)
+
+
+COMMANDS = ("run", "plan", "convert", "distill", "eval", "generate", "report", "recipes")
+
+
+def test_help_lists_every_command(command):
+    code, out, _ = command("--help")
+    assert code == 0
+    assert all(name in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", [*COMMANDS[:-1], "recipes list", "recipes show", "recipes copy"])
+def test_every_command_has_examples(command, name):
+    code, out, _ = command(*name.split(), "--help")
+    assert code == 0
+    assert "Examples:" in out
+    assert f"subquad {name}" in out
+
+
+def test_help_does_not_import_torch():
+    script = (
+        "import sys; sys.argv = ['subquad', '--help']\n"
+        "from subquad.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: print('heavy' if {'torch', 'transformers'} & sys.modules.keys() else 'light')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("light\n")
+
+
+def test_version(command):
+    assert command("--version")[:2] == (0, "subquad 0.1.0\n")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("runn",), "No such command"),
+        (("run",), "Missing argument"),
+        (("run", "demo", "--frsh"), "No such option"),
+        (("generate", "x", "y", "-n", "many"), "Invalid value"),
+        (("convert", "demo"), "--output"),
+    ],
+)
+def test_wrong_usage_exits_with_2(command, arguments, message):
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("run", "demmo"), "no recipe is called 'demmo'; did you mean 'demo'?"),
+        (("run", "absent.yaml"), "absent.yaml does not exist"),
+        (("plan", "demo", "stage1.token=5"), "stage1.token: unknown key 'token'; did you mean 'tokens'?"),
+        (("plan", "demo", "convert.mixer=2mmba"), "mixer '2mmba' is unknown"),
+        (("plan", "demo", "model.source=absent.gguf"), "absent.gguf"),
+        (("recipes", "show", "demmo"), "did you mean 'demo'?"),
+        (("report", "absent"), "has no results.json"),
+        (("generate", "absent", "hello"), "'absent' does not exist"),
+    ],
+)
+def test_wrong_input_exits_with_1_and_one_message(command, arguments, message):
+    code, out, err = command(*arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(command):
+    code, _, err = command("--debug", "run", "demmo")
+    assert code == 1
+    assert "Traceback" in err
+    assert "error: no recipe is called" in err
+
+
+def test_errors_that_are_bugs_are_not_hidden(monkeypatch):
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("subquad.recipes.library.packaged_recipes", fail)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["recipes", "list"])
+
+
+def test_recipes_can_be_listed_shown_and_copied(command, tmp_path):
+    assert command("recipes", "list")[1].startswith("demo ")
+    assert "smollm2-taylor" in json.loads(command("recipes", "list", "--json")[1])
+    assert command("recipes", "show", "demo")[1].startswith("# ")
+    assert "tokens: 777216" in command("recipes", "show", "demo", "stage1.tokens=777216")[1]
+    path = tmp_path / "mine.yaml"
+    assert command("recipes", "copy", "demo", str(path))[0] == 0
+    code, _, err = command("recipes", "copy", "demo", str(path))
+    assert code == 1
+    assert "is left as it is" in err
+
+
+def test_plan_prints_a_table_or_json(command, recipe_file):
+    code, out, _ = command("plan", recipe_file)
+    assert code == 0
+    assert "2mamba" in out
+    layers = json.loads(command("plan", recipe_file, "convert.layers.0=softmax", "--json")[1])["layers"]
+    assert [layer["to"].split()[0] for layer in layers] == ["softmax", "2mamba"]
+
+
+def test_run_prints_the_summary_and_the_report(command, recipe_file, tmp_path):
+    code, out, err = command("run", recipe_file)
+    assert code == 0
+    assert out.splitlines()[-1] == f"Report: {tmp_path / 'run' / 'report.html'}"
+    assert "Teacher" in out
+    assert "stage1:" in err
+    code, out, err = command("run", recipe_file, "--json")
+    assert code == 0
+    assert {"teacher", "student"} <= json.loads(out)["loss"].keys()
+    assert "is finished" in err.replace("\n", " ")
+    code, out, _ = command("report", str(tmp_path / "run"))
+    assert (code, "Report:" in out) == (0, True)
+
+
+def test_ctrl_c_says_how_to_continue(command, recipe_file, monkeypatch):
+    def interrupt(shop):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(steps.STEPS, "convert", interrupt)
+    code, out, err = command("run", recipe_file, "seed=3", "--fresh")
+    assert (code, out) == (130, "")
+    assert f"to continue where it was:\n  subquad run {recipe_file} seed=3\n" in err
+
+
+def test_converted_checkpoint_can_be_used(command, recipe_file, text_files, tmp_path):  # noqa: F811
+    student = str(tmp_path / "student")
+    code, out, _ = command("convert", recipe_file, "-o", student)
+    assert (code, out) == (0, f"Checkpoint: {student}\n")
+    evaluate = ("eval", student, "--text", str(text_files["eval"]), "--tokens", "128", "--seq-len", "32")
+    assert json.loads(command(*evaluate, "--json")[1])["num_tokens"] == 4 * 31
+    assert "far part off" in command(*evaluate)[1]
+    written = json.loads(command("generate", student, "the heron", "-n", "3", "--json")[1])
+    assert written["prompt"] == "the heron"
+    assert command("generate", student, "the heron", "-n", "3")[1] == "the heron" + written["text"] + "\n"
+
+
+def test_distill_ends_with_the_checkpoint(command, recipe_file, tmp_path):
+    code, out, _ = command("distill", recipe_file, "stage1.tokens=0")
+    assert (code, out) == (0, f"Checkpoint: {tmp_path / 'run' / 'student'}\n")
+    assert not (tmp_path / "run" / "results.json").exists()

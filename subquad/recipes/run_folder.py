@@ -23,6 +23,9 @@ _CONTENT = (
     "report.md", "report.html", "results.json", "plots",
 )  # fmt: skip
 
+_ABSENT = object()
+_LONGEST_VALUE = 60
+
 
 class RunFolder:
     """One run on disk.
@@ -57,6 +60,11 @@ class RunFolder:
     def stages_dir(self) -> Path:
         """Folder of the markers and of what stages hand to later ones."""
         return self.path / "stages"
+
+    @property
+    def claimed(self) -> bool:
+        """Whether the folder belongs to a recipe."""
+        return (self.path / RECIPE_FILE).exists()
 
     def work_dir(self, stage: str) -> Path:
         """Return the folder of a training stage's checkpoints."""
@@ -181,18 +189,20 @@ def recipe_differences(recorded: Recipe, wanted: Recipe) -> list[str]:
     Returns:
         Lines `path: old value there, new value here`.
     """
-    old, new = (dict(_leaves(recipe.model_dump(mode="json", exclude={"output_dir"}))) for recipe in (recorded, wanted))
-    missing = "nothing"
-    return [
-        f"{path}: {old.get(path, missing)!r} there, {new.get(path, missing)!r} here"
-        for path in dict.fromkeys((*old, *new))
-        if old.get(path, missing) != new.get(path, missing)
-    ]
+    old, new = (recipe.model_dump(mode="json", exclude={"output_dir"}) for recipe in (recorded, wanted))
+    return list(_differences(old, new, ""))
 
 
-def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _differences(old: object, new: object, path: str) -> Iterator[str]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in dict.fromkeys((*old, *new)):
+            yield from _differences(old.get(key, _ABSENT), new.get(key, _ABSENT), f"{path}.{key}" if path else key)
+    elif old != new:
+        yield f"{path}: {_show(old)} there, {_show(new)} here"
+
+
+def _show(value: object) -> str:
+    if value is _ABSENT:
+        return "nothing"
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"

@@ -20,6 +20,7 @@ from subquad.convert.export import export_student
 from subquad.errors import ConfigError, OutputError
 from subquad.eval.results import Results
 from subquad.eval.storage import load_results
+from subquad.recipes.checks import check_recipe_against
 from subquad.recipes.run_folder import LOCK_FILE, RECIPE_FILE, STAGES, RunFolder
 from subquad.recipes.schema import Recipe
 from subquad.recipes.steps import MAIN_PROCESS_STEPS, STEPS, bare_card
@@ -59,6 +60,9 @@ def run_recipe(
     shop = _open_workshop(recipe, command)
     folder, state, console = shop.folder, shop.state, shop.console
     with _only_run(folder, state), _explained_write_errors(folder):
+        if not folder.claimed:
+            # a recipe that does not fit the model leaves no run behind that would be in the way of the mended one
+            check_recipe_against(recipe, shop.info.hf_config)
         if state.is_main_process:
             folder.claim(recipe, fresh=not resume)
         state.wait_for_everyone()

@@ -48,7 +48,7 @@ class Outcome:
 
 
 def plan_layers(shop: Workshop) -> Outcome:
-    """Check the recipe against the model and print what every layer becomes."""
+    """Print what every layer becomes."""
     shop.console.print(render_plan(shop.plan))
     return Outcome(shop.plan.to_dict())
 

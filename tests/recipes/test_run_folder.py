@@ -102,5 +102,11 @@ def test_every_stage_has_its_place():
     assert len(set(STAGES)) == len(STAGES)
 
 
+def test_a_whole_mixer_is_one_difference():
+    found = recipe_differences(load_recipe("demo"), load_recipe("demo", ["convert.layers.0-3=softmax"]))
+    assert len(found) == 1
+    assert found[0].startswith("convert.layers.0-3: nothing there, {'score': 'softmax'")
+
+
 def test_differences_of_equal_recipes_are_none():
     assert recipe_differences(load_recipe("demo"), load_recipe("demo")) == []

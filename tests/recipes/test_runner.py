@@ -186,7 +186,8 @@ def test_wrong_teacher_or_recipe_stops_before_weights_load(make_recipe, tmp_path
     with pytest.raises(ConfigError, match="'7' is outside the model"):
         run_recipe(make_recipe(convert={"layers": {"7": "softmax"}}))
     with pytest.raises(ConfigError, match="every layer stays softmax"):
-        run_recipe(make_recipe(convert={"mixer": "softmax"}), resume=False)
+        run_recipe(make_recipe(convert={"mixer": "softmax"}))
+    assert not (make_recipe().run_dir / "recipe.yaml").exists()
 
 
 def test_teacher_without_tokenizer_is_refused(make_recipe, tmp_path):

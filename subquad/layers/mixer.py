@@ -16,7 +16,10 @@ from subquad.layers.score import PolynomialScore
 from subquad.layers.stream import FarStream, WindowStream, past_stream, remember_stream, reset_at_documents
 
 DEFAULT_SHORTEST_TIMESCALE = 64.0
-START_LOG_MIX = -8.0
+# Sums of squared scores over hundreds of keys reach 1e4: e^-14 keeps a fresh far part at a hundredth of the window.
+START_LOG_MIX = -14.0
+# An output that an RMS norm has given unit size needs less.
+START_LOG_MIX_UNSHARED = -6.0
 # Scores of odd degree can be negative, and so can their sum: below this the shared normaliser is not trusted.
 MIN_SHARED_NORMALISER = 0.1
 RMS_EPS = 1e-6
@@ -61,7 +64,7 @@ class Mixer(nn.Module):
         """Start the far part small against the window, so that a fresh conversion is close to the window alone."""
         with torch.no_grad():
             if self.log_mix is not None:
-                self.log_mix.fill_(START_LOG_MIX)
+                self.log_mix.fill_(START_LOG_MIX if self.config.normalised else START_LOG_MIX_UNSHARED)
             if self.norm_weight is not None:
                 self.norm_weight.fill_(1.0)
 

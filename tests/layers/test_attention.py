@@ -41,7 +41,7 @@ def convert(teacher, name_or_mixer, randomise=True, layers=None):
                 parameter.add_(0.2 * torch.randn_like(parameter))
                 # A far part that really counts, and a decay that really forgets.
                 if key.endswith("log_mix"):
-                    parameter.add_(7.0)
+                    parameter.fill_(-1.0)
     return model
 
 

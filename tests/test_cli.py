@@ -148,7 +148,7 @@ def test_run_prints_the_summary_and_the_report(command, recipe_file, tmp_path):
     code, out, err = command("run", recipe_file, "--json")
     assert code == 0
     assert {"teacher", "student"} <= json.loads(out)["loss"].keys()
-    assert "is finished" in err.replace("\n", " ")
+    assert "is finished" in " ".join(err.split())
     code, out, _ = command("report", str(tmp_path / "run"))
     assert (code, "Report:" in out) == (0, True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import cached_property
 from pathlib import Path
 
@@ -106,7 +105,8 @@ class Workshop:
         model = self.converted()
         for stage in ("stage1", "stage2"):
             if self.folder.finished(stage) and getattr(self.recipe, stage).tokens:
-                self._train(stage, model, sharded=False)
+                # a finished stage is only loaded, in one piece even where it was trained sharded
+                self._train(stage, model)
         return model
 
     @cached_property
@@ -123,18 +123,18 @@ class Workshop:
         Returns:
             What was done.
         """
-        result = self._train(stage, self.student, sharded=self.recipe.trainer.fsdp)
+        result = self._train(stage, self.student)
         if self.recipe.trainer.fsdp:
             # FSDP leaves every process with a part of the weights: the next use loads the stage's checkpoint
             del self.student
         return result
 
-    def _train(self, stage: str, model: SubquadLlamaForCausalLM, sharded: bool) -> StageResult:
+    def _train(self, stage: str, model: SubquadLlamaForCausalLM) -> StageResult:
         work_dir, log = self.folder.work_dir(stage), self.folder.log_file
         if stage == "stage1":
-            settings = dataclasses.replace(stage1_config(self.recipe), fsdp=sharded)
+            settings = stage1_config(self.recipe)
             return run_stage1(model, self.rows(stage, settings.tokens), settings, work_dir, log)
-        config = dataclasses.replace(stage2_config(self.recipe), fsdp=sharded)
+        config = stage2_config(self.recipe)
         teacher = self.load_teacher().model if config.full else None
         return run_stage2(model, self.rows(stage, config.tokens), config, work_dir, log, teacher)
 

@@ -94,7 +94,7 @@ def _memory_rows(
     wanted = num_rows if max_tokens is None else max_tokens // seq_len
     if num_rows < wanted:
         logger.warning(
-            "%s (part %s) has %d tokens of the %d asked for; training goes over them more than once",
+            "%s (part %s) has %d tokens of the %d asked for; training repeats them, a measurement uses these alone",
             source.describe(),
             source.part,
             num_rows * seq_len,

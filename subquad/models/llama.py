@@ -126,6 +126,20 @@ class SubquadLlamaForCausalLM(LlamaForCausalLM):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @staticmethod
+    def create_masks_for_generate(config: SubquadLlamaConfig, attention_mask: Tensor | None, **kwargs: Any) -> Any:
+        """Keep the 2-D mask: `generate` would build a 4-D one for a static cache, which a recurrent state cannot read.
+
+        Args:
+            config: not used.
+            attention_mask: `[B, past + T]`, nonzero for real tokens.
+            **kwargs: what else transformers passes, not used.
+
+        Returns:
+            `attention_mask`.
+        """
+        return attention_mask
+
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         reset = getattr(module, "reset_parameters", None)

@@ -118,3 +118,24 @@ def test_pipeline_generates():
     generate = pipeline("text-generation", model=student(), tokenizer=tokenizer)
     out = generate(["w5 w6 w7", "w9"], max_new_tokens=4, do_sample=False, batch_size=2)
     assert all(item[0]["generated_text"] for item in out)
+
+
+@pytest.mark.parametrize("strategy", [{"num_beams": 3, "num_return_sequences": 2}, {"cache_implementation": "static"}])
+def test_generation_strategies_equal_generation_without_a_cache(strategy):
+    model, ids = student(), tiny_tokens(2, 20)
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
+    without = {key: value for key, value in strategy.items() if key != "cache_implementation"}
+    expected = model.generate(ids, use_cache=False, **without, **options)
+    assert torch.equal(model.generate(ids, **strategy, **options), expected)
+
+
+def test_a_row_of_padding_only_is_finite():
+    model, ids = student(), tiny_tokens(2, 20)
+    mask = torch.ones_like(ids)
+    mask[1] = 0
+    out = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+    out.loss.backward()
+    assert out.logits.isfinite().all()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())

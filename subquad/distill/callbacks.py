@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from subquad.distill.checkpoints import newest_valid_checkpoint
 from subquad.errors import TrainingError
 
-SMOOTHING = 0.9
-NEGLIGIBLE_LOSS = 1e-3
+# Rows differ a hundredfold in loss, so single lines and running minima say nothing; medians of this many lines do.
+MEDIAN_LINES = 20
+# A share of the teacher's output (stage 1) or nats per token (stage 2) below which a rise is not divergence.
+HARMLESS_LOSS = 0.1
 
 
 class LogWhenSaving(TrainerCallback):
@@ -39,9 +43,9 @@ class LogWhenSaving(TrainerCallback):
 class DivergenceGuard(TrainerCallback):
     """Stops a run whose loss is NaN, infinite or diverging.
 
-    The logged losses are smoothed with weight 0.9 on the past (bias-corrected, as in Adam). After the warm-up, a
-    smoothed loss above `factor` times the best smoothed loss so far is divergence. The best counts as at least 0.001:
-    below it the loss is negligible and its ratios are noise.
+    After the warm-up, divergence is a median of the last 20 log lines above `factor` times the median of the stage's
+    first 20 lines; that reference counts as at least 0.1. Every line is measured on other text and losses of rows
+    differ a hundredfold, so neither one line nor the lowest loss so far is compared with anything.
     """
 
     def __init__(self, work_dir: Path, factor: float, warmup_steps: int, past: list[dict[str, Any]]) -> None:
@@ -56,11 +60,10 @@ class DivergenceGuard(TrainerCallback):
         self.work_dir = work_dir
         self.factor = factor
         self.warmup_steps = warmup_steps
-        self._average = 0.0
-        self._count = 0
-        self._best = math.inf
+        self._first: list[float] = []
+        self._recent: deque[float] = deque(maxlen=MEDIAN_LINES)
         for line in past:
-            self._smoothed(line["step"], line["loss"])
+            self._note(line["loss"])
 
     def on_log(
         self,
@@ -87,28 +90,28 @@ class DivergenceGuard(TrainerCallback):
         loss, grad_norm = logs["loss"], logs.get("grad_norm", 0.0)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._stop(state.global_step, f"loss {loss:g} with gradient norm {grad_norm:g}, which is not finite")
-        best = self._best
-        smoothed = self._smoothed(state.global_step, loss)
-        if smoothed > self.factor * max(best, NEGLIGIBLE_LOSS):
+        self._note(loss)
+        if state.global_step <= self.warmup_steps or len(self._recent) < MEDIAN_LINES:
+            return
+        start, now = statistics.median(self._first), statistics.median(self._recent)
+        if now > self.factor * max(start, HARMLESS_LOSS):
             self._stop(
                 state.global_step,
-                f"loss {loss:g} (smoothed {smoothed:g}) is over {self.factor:g} times the best smoothed loss, {best:g}",
+                f"the median loss of the last {MEDIAN_LINES} log lines, {now:g}, is over {self.factor:g} times that of "
+                f"the first {MEDIAN_LINES}, {start:g} (counted as at least {HARMLESS_LOSS:g})",
             )
 
-    def _smoothed(self, step: int, loss: float) -> float:
-        self._count += 1
-        self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
-        smoothed = self._average / (1 - SMOOTHING**self._count)
-        if step > self.warmup_steps:
-            self._best = min(self._best, smoothed)
-        return smoothed
+    def _note(self, loss: float) -> None:
+        if len(self._first) < MEDIAN_LINES:
+            self._first.append(loss)
+        self._recent.append(loss)
 
     def _stop(self, step: int, what: str) -> None:
         good = newest_valid_checkpoint(self.work_dir)
         kept = "no checkpoint was written before" if good is None else f"the last good checkpoint is kept: {good}"
         raise TrainingError(
             f"training diverged at step {step}: {what}; {kept}. Try learning rates three to ten times lower, a longer "
-            "warmup_ratio or a smaller max_grad_norm; changed settings need a new work folder"
+            "warmup_ratio, a smaller max_grad_norm or a larger divergence_factor; changed settings need a new folder"
         )
 
 

@@ -216,7 +216,7 @@ class Stage1Section(_StageSection):
         warmup_ratio: share of the steps with a rising rate.
         lr_scheduler_type: shape of the rate after that, by its name in transformers.
         max_grad_norm: gradient norm above which gradients are scaled down; 0 leaves them alone.
-        divergence_factor: the run stops where the loss rises above this many times the best so far.
+        divergence_factor: the run stops where the median of recent losses rises above this many times that of the first.
         save_steps: steps between checkpoints.
         learning_rate: peak rate of the mixers' scales.
         map_learning_rate: peak rate of the q/k maps.
@@ -261,7 +261,7 @@ class Stage2Section(_StageSection):
         warmup_ratio: share of the steps with a rising rate.
         lr_scheduler_type: shape of the rate after that, by its name in transformers.
         max_grad_norm: gradient norm above which gradients are scaled down; 0 leaves them alone.
-        divergence_factor: the run stops where the loss rises above this many times the best so far.
+        divergence_factor: the run stops where the median of recent losses rises above this many times that of the first.
         save_steps: steps between checkpoints.
         learning_rate: peak rate of the adapters (or of all weights with `full`, where 1e-5 suits).
         mixer_learning_rate: peak rate of the mixers' parameters.

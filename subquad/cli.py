@@ -14,17 +14,33 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from subquad import __version__
 from subquad.errors import SubquadError
 
 logger = logging.getLogger("subquad")
 
+
+class _Interruptible(TyperGroup):
+    """Ends any command on Ctrl-C with one message and code 130, imports and loading included."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            # what is on disk is always enough to go on from
+            typer.echo(f"\ninterrupted; to continue where it was:\n  {_command()}", err=True)
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
     name="subquad",
+    cls=_Interruptible,
     help="Turn a pretrained softmax Llama into a linear-time model: convert, distil, evaluate, use.",
     epilog="Start with: subquad run demo",
     no_args_is_help=True,
@@ -62,6 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         typer.echo(f"error: {error}", err=True)
         sys.exit(1)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(130)
 
 
 def _show_version(wanted: bool) -> None:
@@ -331,13 +350,9 @@ def _command() -> str:
 
 @contextmanager
 def _long_run() -> Iterator[None]:
-    """Keep standard output for the result, and on Ctrl-C say how to go on: what is on disk is always enough to."""
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    except KeyboardInterrupt:
-        typer.echo(f"\ninterrupted; to continue where it was:\n  {_command()}", err=True)
-        raise typer.Exit(130) from None
+    """Keep standard output for the result."""
+    with redirect_stdout(sys.stderr):
+        yield
 
 
 if __name__ == "__main__":

@@ -163,6 +163,17 @@ def test_ctrl_c_says_how_to_continue(command, recipe_file, monkeypatch):
     assert f"to continue where it was:\n  subquad run {recipe_file} seed=3\n" in err
 
 
+def test_ctrl_c_while_loading_ends_the_same_way(command, recipe_file, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("subquad.recipes.loader.load_recipe", interrupt)
+    for name in ("run", "plan", "distill"):
+        code, _, err = command(name, recipe_file)
+        assert (code, "Traceback" in err) == (130, False)
+        assert f"subquad {name} {recipe_file}" in err
+
+
 def test_converted_checkpoint_can_be_used(command, recipe_file, text_files, tmp_path):  # noqa: F811
     student = str(tmp_path / "student")
     code, out, _ = command("convert", recipe_file, "-o", student)

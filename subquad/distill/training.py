@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import math
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
@@ -208,6 +210,7 @@ def _claim_work_dir(job: StageJob, seq_len: int, may_differ: Sequence[str]) -> N
     """Create the folder, or make sure that what it holds is this stage with these settings."""
     rows = len(job.dataset) if isinstance(job.dataset, Dataset) else None
     settings: dict[str, Any] = {"stage": job.stage, "seq_len": seq_len, "rows": rows}
+    settings["data"] = _fingerprint(job.dataset)
     settings = json.loads(json.dumps(settings | dataclasses.asdict(job.config)))
     path = job.work_dir / SETTINGS_NAME
     try:
@@ -231,6 +234,17 @@ def _claim_work_dir(job: StageJob, seq_len: int, may_differ: Sequence[str]) -> N
             f"{job.work_dir} holds a run with other settings ({'; '.join(changed)}). "
             "Give another folder, or delete this one to start again"
         )
+
+
+def _fingerprint(dataset: Dataset | IterableDataset) -> str:
+    """Hash the tokens that are trained on, of a stream those of its first row."""
+    digest = hashlib.sha256()
+    if isinstance(dataset, Dataset):
+        for batch in dataset.with_format("numpy").iter(batch_size=1000):
+            digest.update(np.ascontiguousarray(batch["input_ids"], dtype=np.int64).tobytes())
+    else:
+        digest.update(np.asarray(next(iter(dataset))["input_ids"], dtype=np.int64).tobytes())
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager

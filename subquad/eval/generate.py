@@ -50,4 +50,6 @@ def generate_sample(
             attention_mask=inputs["attention_mask"].to(device),
             generation_config=config,
         )
-    return tokenizer.decode(tokens[0, num_prompt:], skip_special_tokens=True)
+    # Decoded together: a SentencePiece tokenizer drops the space before the first token it is given.
+    before = tokenizer.decode(tokens[0, :num_prompt], skip_special_tokens=True)
+    return tokenizer.decode(tokens[0], skip_special_tokens=True).removeprefix(before)

@@ -24,7 +24,10 @@ _COMPARED: tuple[tuple[LossName, LossName], ...] = (
     ("student", "student_without_far"),
     ("student", "teacher"),
     ("student_start", "window_only"),
+    ("window_only", "teacher"),
 )
+# standard errors of the paired difference from which on a difference is said to be one
+CLEAR_ERRORS = 2.0
 
 Loss = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -45,7 +48,8 @@ class LossTable(_Frozen):
         standard_error: Standard error of each loss over rows.
         num_tokens: Predicted tokens.
         num_rows: Rows they came in.
-        gap_closed: `(window_only - student) / (window_only - teacher)`; None where there is no gap or no control.
+        gap_closed: `(window_only - student) / (window_only - teacher)`; None without a control, or where the gap is
+            below two standard errors.
     """
 
     teacher: Loss
@@ -78,6 +82,11 @@ class PairedDifference(_Frozen):
     second: LossName
     difference: Loss
     standard_error: Loss | None
+
+    @property
+    def clear(self) -> bool:
+        """Whether the difference is at least two standard errors."""
+        return is_clear(self.difference, self.standard_error)
 
 
 class PositionLoss(_Frozen):
@@ -226,7 +235,7 @@ def summarise_losses(
         standard_error={name: error for name, error in errors.items() if error is not None},
         num_tokens=student.num_tokens,
         num_rows=student.num_rows,
-        gap_closed=gap_closed(values["teacher"], values["student"], values.get("window_only")),
+        gap_closed=_clear_gap_closed(losses),
     )
     differences = []
     for first, second in _COMPARED:
@@ -237,6 +246,22 @@ def summarise_losses(
             )
             differences.append(item)
     return table, differences, _by_position(losses)
+
+
+def _clear_gap_closed(losses: Mapping[LossName, LossResult]) -> float | None:
+    """Return the share of the gap that is closed, or None where the gap itself may be chance."""
+    control = losses.get("window_only")
+    if control is None:
+        return None
+    gap = compare_losses(control, losses["teacher"])
+    if not is_clear(gap.difference, gap.standard_error):
+        return None
+    return gap_closed(losses["teacher"].loss, losses["student"].loss, control.loss)
+
+
+def is_clear(difference: float, standard_error: float | None) -> bool:
+    """Return whether a paired difference is at least two standard errors; one without a standard error never is."""
+    return standard_error is not None and abs(difference) >= CLEAR_ERRORS * standard_error
 
 
 def gap_closed(teacher: float, student: float, window_only: float | None) -> float | None:

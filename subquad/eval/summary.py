@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -32,7 +33,7 @@ def print_summary(results: Results, report_path: Path, console: Console | None =
         console.print(crossover_sentence(results.cache_bytes), highlight=False)
     for sample in results.samples:
         line = Text.assemble(
-            (f"{LOSS_LABELS[sample.model]}: ", "bold"), sample.prompt, (" ".join(["", *sample.text.split()]), "italic")
+            (f"{LOSS_LABELS[sample.model]}: ", "bold"), sample.prompt, (re.sub(r"\s+", " ", sample.text), "italic")
         )
         console.print(line)
     verdict = judge(results)

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from subquad.eval.results import LossName, PairedDifference, Results
 
-_CLEAR = 2.0
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -27,7 +25,8 @@ class Verdict:
 def judge(results: Results) -> Verdict:
     """Say whether the distilled student beats its own start and the window-only control.
 
-    A difference below two standard errors (of the paired difference) counts as a tie, and a tie is not a win.
+    A difference below two standard errors (of the paired difference), or without one (a single row), counts as a tie,
+    and a tie is not a win.
 
     Args:
         results: The run's results.
@@ -50,7 +49,7 @@ def judge(results: Results) -> Verdict:
 
 
 def _outcome(pair: PairedDifference) -> str:
-    if pair.standard_error is not None and abs(pair.difference) < _CLEAR * pair.standard_error:
+    if not pair.clear:
         return "ties with"
     return "beats" if pair.difference < 0 else "does not beat"
 
@@ -84,9 +83,14 @@ def format_nats(difference: float, standard_error: float | None) -> str:
 
 def _gap_sentences(results: Results) -> list[str]:
     loss = results.loss
-    sentences = [f"The teacher's loss is still {loss.student - loss.teacher:.4f} nats per token lower."]
-    if loss.student <= loss.teacher:
-        sentences = [f"Its loss is no higher than the teacher's ({loss.student - loss.teacher:+.4f} nats per token)."]
+    teacher = results.difference("student", "teacher")
+    sentences = []
+    if teacher is not None:
+        sentences.append(_sentence("the teacher", teacher))
+    if loss.window_only is not None and loss.gap_closed is None:
+        sentences.append(
+            "The window-only control is not clearly behind the teacher on this text, so no share of the gap is given."
+        )
     if loss.gap_closed is not None and loss.gap_closed >= 0:
         sentences.append(f"It closes {loss.gap_closed:.0%} of the gap between the window-only control and the teacher.")
     elif loss.gap_closed is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from subquad.convert.plan import plan_conversion
@@ -28,10 +29,11 @@ def check_recipe_against(recipe: Recipe, hf_config: PretrainedConfig) -> None:
 
     Raises:
         ConfigError: every problem found: rows beyond the context, layers or heads the model does not have, parts that
-            are not built yet, text files that do not exist.
+            are not built yet, text files that do not exist, or that serve both training and evaluation.
         SourceError: the model is not of a family that can be converted.
     """
-    problems = _length_problems(recipe, hf_config.max_position_embeddings) + _missing_files(recipe)
+    problems = _length_problems(recipe, hf_config.max_position_embeddings)
+    problems += _missing_files(recipe) + _shared_files(recipe)
     try:
         plan = plan_conversion(hf_config, recipe.convert.mixer, recipe.convert.layers)
     except ConfigError as error:
@@ -64,6 +66,26 @@ def _missing_files(recipe: Recipe) -> list[str]:
                 if not glob.glob(pattern, recursive=True)
             ]
     return problems
+
+
+def _shared_files(recipe: Recipe) -> list[str]:
+    """Find files that are trained on and measured on, however their paths are spelled."""
+    train, held_out = recipe.data.train, recipe.data.eval
+    if not (isinstance(train, TextFiles) and isinstance(held_out, TextFiles)):
+        return []
+    shared = sorted(_real_files(train) & _real_files(held_out))
+    # documents are assigned to a part by their text, so both sides must read the same text
+    same_text = (train.kind, train.text_field) == (held_out.kind, held_out.text_field)
+    if not shared or (same_text and {train.part, held_out.part} == {"train", "eval"}):
+        return []
+    return [
+        f"data: {', '.join(shared[:3])}: trained on and measured on ({len(shared)} in all), so the loss would not "
+        "be a held-out one; give other files, or set train.part: train and eval.part: eval"
+    ]
+
+
+def _real_files(source: TextFiles) -> set[str]:
+    return {os.path.realpath(path) for pattern in source.paths for path in glob.glob(pattern, recursive=True)}
 
 
 def _warn_idle_far_part(recipe: Recipe) -> None:

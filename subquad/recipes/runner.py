@@ -28,6 +28,7 @@ from subquad.recipes.workshop import Workshop
 
 # processes wait for the main one while it measures, which takes longer than the half hour that is the default
 _PROCESS_TIMEOUT = timedelta(hours=6)
+_RUN_DIRS = ("student", "stages", "checkpoints", "plots")
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -97,12 +98,25 @@ def convert_recipe(recipe: Recipe, directory: Path, *, command: str | None = Non
         DataError: the text.
         OutputError: the run's folder, or a directory that holds something else.
     """
+    _refuse_run_files(directory)
     run_recipe(recipe, last_stage="calibrate", command=command)
     shop = _open_workshop(recipe, command)
     if not shop.state.is_main_process:
         return directory
-    with _explained_write_errors(shop.folder):
+    with _only_run(shop.folder, shop.state), _explained_write_errors(shop.folder):
         return export_student(shop.converted(), shop.tokenizer, directory, bare_card(shop))
+
+
+def _refuse_run_files(directory: Path) -> None:
+    """Refuse to write an untrained checkpoint over what a run made: its results would speak of another model."""
+    path = directory.resolve()
+    for place in (path, *path.parents):
+        run_dir = place.parent
+        if place.name in _RUN_DIRS and (run_dir / RECIPE_FILE).is_file() and (run_dir / "stages").is_dir():
+            raise OutputError(
+                f"{directory} belongs to the run in {run_dir}; an untrained checkpoint would take the place of what "
+                f"that run made. Name another directory, such as {run_dir / 'converted'}"
+            )
 
 
 def _open_workshop(recipe: Recipe, command: str | None) -> Workshop:

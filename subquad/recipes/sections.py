@@ -100,7 +100,8 @@ class CalibrateSection(Section):
 class _TextSection(Section):
     def same_documents(self, other: _TextSection) -> bool:
         """Return whether the other section names the same documents, whatever part of them."""
-        return self.model_copy(update={"part": "all"}) == other.model_copy(update={"part": "all"})
+        how_it_is_read = {"part": "all", "streaming": False}
+        return self.model_copy(update=how_it_is_read) == other.model_copy(update=how_it_is_read)
 
 
 Part = Literal["all", "train", "eval"]
@@ -216,7 +217,7 @@ class Stage1Section(_StageSection):
         warmup_ratio: share of the steps with a rising rate.
         lr_scheduler_type: shape of the rate after that, by its name in transformers.
         max_grad_norm: gradient norm above which gradients are scaled down; 0 leaves them alone.
-        divergence_factor: the run stops where the median of recent losses rises above this many times that of the first.
+        divergence_factor: the run stops where the median of recent losses is above this many times the first ones'.
         save_steps: steps between checkpoints.
         learning_rate: peak rate of the mixers' scales.
         map_learning_rate: peak rate of the q/k maps.
@@ -261,7 +262,7 @@ class Stage2Section(_StageSection):
         warmup_ratio: share of the steps with a rising rate.
         lr_scheduler_type: shape of the rate after that, by its name in transformers.
         max_grad_norm: gradient norm above which gradients are scaled down; 0 leaves them alone.
-        divergence_factor: the run stops where the median of recent losses rises above this many times that of the first.
+        divergence_factor: the run stops where the median of recent losses is above this many times the first ones'.
         save_steps: steps between checkpoints.
         learning_rate: peak rate of the adapters (or of all weights with `full`, where 1e-5 suits).
         mixer_learning_rate: peak rate of the mixers' parameters.

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from subquad.distill import newest_valid_checkpoint
+from subquad.distill import newest_valid_checkpoint, run_stage1
 from subquad.distill.callbacks import read_log
 from subquad.errors import OutputError
 
-from .tiny import SAVE_STEPS, SEQ_LEN, STEPS, run_tiny, tiny_model
+from .tiny import SAVE_STEPS, SEQ_LEN, STEPS, run_tiny, tiny_config, tiny_dataset, tiny_model
 
 TIMES = ("tokens_per_s", "wall_s")
 
@@ -103,6 +103,15 @@ def test_finished_stage_is_loaded_and_not_trained_again(tmp_path):
     assert (again.first_loss, again.last_loss) == (first.first_loss, first.last_loss)
     assert (tmp_path / "log.jsonl").read_text() == log
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
+
+
+def test_other_training_text_is_refused(tmp_path):
+    run_tiny("stage1", tmp_path)
+    data = tiny_dataset()
+    other = data.map(lambda row: {"input_ids": row["input_ids"].flip(0)})
+    assert len(other) == len(data)
+    with pytest.raises(OutputError, match=r"other settings \(data: "):
+        run_stage1(tiny_model(), other, tiny_config("stage1"), tmp_path / "stage1", tmp_path / "log.jsonl")
 
 
 def test_work_folder_with_other_settings_is_refused(tmp_path):

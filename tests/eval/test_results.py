@@ -47,6 +47,15 @@ def test_summary_of_losses():
     assert by_position[0].loss["student"] - by_position[1].loss["student"] == pytest.approx(0.5)
 
 
+def test_no_share_of_a_gap_within_its_error():
+    noise = torch.tensor([[2.0, 0.0], [-2.0, 0.0], [2.1, 0.0], [-2.0, 0.0]], dtype=torch.float64)
+    control = LossResult(constant_result(3.0).row_sums + noise, torch.full((4, 2), 5), (64,))
+    losses = {"teacher": constant_result(3.0), "window_only": control, "student": constant_result(2.9)}
+    table, _, _ = summarise_losses(losses)
+    assert table.window_only > table.teacher
+    assert table.gap_closed is None
+
+
 def test_summary_needs_teacher_and_student_on_the_same_tokens():
     with pytest.raises(ConfigError, match="teacher are missing"):
         summarise_losses({"student": constant_result(3.0)})

@@ -41,7 +41,7 @@ def test_headline(start, window, headline):
 def test_details_carry_the_numbers():
     details = " ".join(judge(make_results()).details)
     assert "lower than that of the window-only control: -0.0278 ± 0.0022 nats per token" in details
-    assert "0.1243 nats per token lower" in details
+    assert "higher than that of the teacher: +0.1243 ± 0.0040 nats per token" in details
     assert "18% of the gap" in details
     assert "Switching its far part off changes its loss by +0.0199 ± 0.0017 nats" in details
 
@@ -61,12 +61,21 @@ def test_what_was_not_measured_is_said():
     assert any("control was not measured" in line for line in with_differences(-0.05, None).details)
 
 
-def test_a_student_as_good_as_the_teacher():
-    loss = make_results().loss.model_copy(update={"student": 2.99})
-    assert any("no higher than the teacher" in line for line in judge(make_results(loss=loss)).details)
+def test_a_student_as_good_as_the_teacher_ties_with_it():
+    pair = PairedDifference(first="student", second="teacher", difference=-0.001, standard_error=0.0033)
+    details = judge(make_results(differences=[pair])).details
+    assert any("not clearly different from that of the teacher" in line for line in details)
 
 
-def test_one_row_gives_no_standard_error():
+def test_no_share_of_a_gap_that_may_be_chance():
+    loss = make_results().loss.model_copy(update={"gap_closed": None})
+    details = judge(make_results(loss=loss)).details
+    assert any("not clearly behind the teacher" in line for line in details)
+    assert not any("% of the gap" in line for line in details)
+
+
+def test_one_row_gives_no_standard_error_and_no_win():
     verdict = with_differences(-0.05, -0.03, error=None)
-    assert verdict.success
+    assert not verdict.success
+    assert "ties with its own start and the window-only control" in verdict.headline
     assert "-0.0500 nats" in verdict.details[0]

@@ -72,3 +72,26 @@ def test_files_that_exist_pass(hf_config, tmp_path):
     (tmp_path / "a.txt").write_text("text")
     data = {"seq_len": 128, "train": {"kind": "text", "paths": [str(tmp_path / "*.txt")]}}
     check_recipe_against(recipe(data=data), hf_config)
+
+
+@pytest.mark.parametrize(
+    "train, held_out, shared",
+    [
+        ({"paths": ["a.txt"]}, {"paths": ["./a.txt"]}, True),
+        ({"paths": ["a.txt"], "streaming": True}, {"paths": ["a.txt"], "part": "eval"}, True),
+        ({"paths": ["*.txt"]}, {"paths": ["a.txt"], "part": "all"}, True),
+        ({"paths": ["a.txt", "b.txt"], "part": "train"}, {"paths": ["b.txt"], "part": "all"}, True),
+        ({"paths": ["a.txt", "b.txt"], "part": "train"}, {"paths": ["b.txt"], "part": "eval"}, False),
+        ({"paths": ["a.txt"]}, {"paths": ["b.txt"]}, False),
+    ],
+)
+def test_text_that_is_trained_on_is_not_measured_on(hf_config, tmp_path, monkeypatch, train, held_out, shared):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("text")
+    data = {"seq_len": 128, "train": {"kind": "text", **train}, "eval": {"kind": "text", **held_out}}
+    if not shared:
+        check_recipe_against(recipe(data=data), hf_config)
+        return
+    with pytest.raises(ConfigError, match=r"trained on and measured on|overlap"):
+        check_recipe_against(recipe(data=data), hf_config)

@@ -204,3 +204,15 @@ def test_converted_checkpoint_is_calibrated_but_untrained(make_recipe, tmp_path)
     shop = runner._open_workshop(recipe, None)
     loss = steps.measure_loss(shop, model, "student", "converted").loss
     assert loss == pytest.approx(results.loss.student_start, rel=1e-6)
+
+
+def test_untrained_checkpoint_does_not_replace_the_trained_one(make_recipe):
+    recipe = make_recipe()
+    run_recipe(recipe)
+    weights = recipe.run_dir / "student" / "model.safetensors"
+    before = weights.read_bytes()
+    for directory in (recipe.run_dir / "student", recipe.run_dir / "student" / "inner", recipe.run_dir / "stages"):
+        with pytest.raises(OutputError, match="belongs to the run"):
+            convert_recipe(recipe, directory)
+    assert weights.read_bytes() == before
+    assert convert_recipe(recipe, recipe.run_dir / "converted").is_dir()

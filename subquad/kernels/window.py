@@ -14,8 +14,8 @@ class SinkTokens(NamedTuple):
     """Tokens every later query of the same document keeps seeing.
 
     Attributes:
-        keys: `[B, N, num_kv_heads, head_dim]`.
-        values: `[B, N, num_kv_heads, value_head_dim]`.
+        keys: `[B, N, num_kv_heads, head_dim]`, or `[B, Tq, N, ...]` where each query has its own.
+        values: `[B, N, num_kv_heads, value_head_dim]`, or `[B, Tq, N, ...]` like the keys.
         visible: `[B, Tq, N]` bool, whether query t sees sink n.
     """
 
@@ -100,7 +100,12 @@ def window_attention(
     scores = torch.einsum("bnchgd,bnrhd->bnhgcr", queries, keys) * scale
     seen = seen[:, :, None, None]
     if sinks is not None:
-        sink_scores = torch.einsum("bnchgd,bshd->bnhgcs", queries, sinks.keys) * scale
+        own = sinks.keys.dim() == 5
+        sink_keys, sink_values = sinks.keys, sinks.values
+        if own:
+            sink_keys, sink_values = (_shift_pad(x, 0, tail).unflatten(1, (num_blocks, block)) for x in sinks[:2])
+        where = "bncs" if own else "bs"
+        sink_scores = torch.einsum(f"bnchgd,{where}hd->bnhgcs", queries, sink_keys) * scale
         sink_seen = _shift_pad(sinks.visible, 0, tail).unflatten(1, (num_blocks, block))
         scores = torch.cat([scores, sink_scores], dim=-1)
         seen = torch.cat([seen, sink_seen[:, :, None, None]], dim=-1)
@@ -108,7 +113,7 @@ def window_attention(
     probabilities = probabilities.to(v.dtype)
     out = torch.einsum("bnhgcr,bnrhe->bnchge", probabilities[..., :reach], values)
     if sinks is not None:
-        out = out + torch.einsum("bnhgcs,bshe->bnchge", probabilities[..., reach:], sinks.values)
+        out = out + torch.einsum(f"bnhgcs,{where}he->bnchge", probabilities[..., reach:], sink_values)
     out = out.flatten(1, 2)[:, :num_queries].flatten(2, 3)
     log_normaliser = log_normaliser.permute(0, 1, 4, 2, 3).flatten(1, 2)[:, :num_queries].flatten(2, 3)
     return WindowOutput(out, log_normaliser)

@@ -78,25 +78,25 @@ def gather_sinks(
     return SinkTokens(merged[0], merged[1], visible)
 
 
-def gather_document_sinks(k: Tensor, v: Tensor, is_sink: Tensor, documents: Tensor) -> SinkTokens:
-    """Collect the sink tokens of every packed document; a query sees those of its own document up to itself.
+def gather_document_sinks(k: Tensor, v: Tensor, starts: Tensor, sinks: int) -> SinkTokens:
+    """Collect for every query the sink tokens of its own packed document, up to itself.
 
     Args:
         k: `[B, T, num_kv_heads, head_dim]`.
         v: `[B, T, num_kv_heads, head_dim]`.
-        is_sink: `[B, T]` bool.
-        documents: `[B, T]` ids.
+        starts: `[B, T]` bool, True at the first token of every document after the row's first.
+        sinks: S, sinks per document.
 
     Returns:
-        As many slots as the row with most sinks has.
+        S slots per query, whatever the number of documents.
     """
-    count = int(is_sink.sum(1).max())
-    position = torch.argsort((~is_sink).long(), dim=1, stable=True)[:, :count]
-    index = position[..., None, None].expand(-1, -1, *k.shape[2:])
     steps = torch.arange(k.shape[1], device=k.device)
-    visible = is_sink.gather(1, position)[:, None] & (position[:, None] <= steps[:, None])
-    visible = visible & (documents.gather(1, position)[:, None] == documents[..., None])
-    return SinkTokens(k.gather(1, index), v.gather(1, index), visible)
+    first = torch.where(starts, steps, 0).cummax(1).values
+    position = first[..., None] + torch.arange(sinks, device=k.device)
+    visible = position <= steps[:, None]
+    rows = torch.arange(k.shape[0], device=k.device)[:, None, None]
+    position = position.clamp(max=k.shape[1] - 1)
+    return SinkTokens(k[rows, position], v[rows, position], visible)
 
 
 class WindowStream:
@@ -137,10 +137,10 @@ class WindowStream:
         Returns:
             Output and log normaliser of the exact part.
         """
-        documents = self.sequence.documents
+        documents, starts = self.sequence.documents, self.sequence.document_starts()
         sinks = None
-        if self.sinks and documents is not None:
-            sinks = gather_document_sinks(k, v, self.is_sink, documents)
+        if self.sinks and starts is not None:
+            sinks = gather_document_sinks(k, v, starts, self.sinks)
         elif self.sinks:
             sinks = gather_sinks(k, v, self.rank, self.is_sink, self.sinks, self.buffers)
         valid = self.takes

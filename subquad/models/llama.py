@@ -10,11 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.utils import logging
 
 from subquad.errors import ConfigError
 from subquad.layers import MixerConfig, SubquadAttention, converted_layers, parse_mixer
 from subquad.layers.attention import TEACHER_ATTRIBUTES
 from subquad.layers.sequence import SequenceInfo
+
+logger = logging.get_logger(__name__)
 
 # transformers renamed `past_key_values` to `cache` in 5.24 and warns about the old name.
 _CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
@@ -93,6 +96,8 @@ class SubquadLlamaModel(LlamaModel):
                 f"attention_mask has {attention_mask.dim()} dimensions; a converted model takes the usual 2-D mask "
                 "[batch_size, seq_len] of real tokens"
             )
+        if kwargs.get("output_attentions"):
+            logger.warning_once("output_attentions: converted layers have no attention matrix and return none")
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         sequence = None
         if tokens is not None:

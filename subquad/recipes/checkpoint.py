@@ -51,7 +51,10 @@ def load_checkpoint(source: str, dtype: torch.dtype = torch.float32) -> Checkpoi
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
-        raise SourceError(f"{source} cannot be loaded: {first_line} Export it again from its run.") from error
+        raise SourceError(
+            f"{source} cannot be loaded: {first_line.rstrip('.')}. Remove it and run its recipe again: "
+            "that writes it anew."
+        ) from error
     return Checkpoint(model.eval(), tokenizer, converted=True)
 
 

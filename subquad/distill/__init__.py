@@ -1,6 +1,7 @@
 """Distillation: token data, losses, and the two training stages on `transformers.Trainer`."""
 
-from subquad.distill.adapters import adapters_disabled, add_lora
+from subquad.convert.adapters import adapters_disabled
+from subquad.distill.adapters import add_lora
 from subquad.distill.checkpoints import load_trainable, newest_valid_checkpoint
 from subquad.distill.config import Stage1Config, Stage2Config
 from subquad.distill.data import build_token_dataset

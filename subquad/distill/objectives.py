@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from subquad.distill.adapters import adapters_disabled
+from subquad.convert.adapters import adapters_disabled
 from subquad.distill.losses import LossWeights, distillation_loss, next_token_targets
 from subquad.layers import attention_mode, collect_local_losses
 

@@ -97,7 +97,9 @@ def run_job(job: StageJob) -> StageResult:
         OutputError: The work folder holds a stage with other settings, or cannot be written.
         TrainingError: The loss became NaN, infinite or diverged.
     """
-    seq_len = len(next(iter(job.dataset))["input_ids"])
+    # once: the first row of a stream is downloaded and tokenised
+    first_row = next(iter(job.dataset))["input_ids"]
+    seq_len = len(first_row)
     args = _training_arguments(job, seq_len)
     tokens_per_step = _tokens_per_step(args, seq_len)
     checkpoint = newest_valid_checkpoint(job.work_dir)
@@ -105,7 +107,7 @@ def run_job(job: StageJob) -> StageResult:
     finished = resumed_step >= args.max_steps
     if args.process_index == 0:
         # the trained parameters of a finished stage are the same file whether it was sharded or not
-        _claim_work_dir(job, seq_len, may_differ=(*COSMETIC, "fsdp") if finished else COSMETIC)
+        _claim_work_dir(job, first_row, may_differ=(*COSMETIC, "fsdp") if finished else COSMETIC)
     trainable = sum(p.numel() for p in job.objective.parameters() if p.requires_grad)
     if checkpoint is not None and finished:
         load_trainable(job.objective.student, checkpoint)
@@ -206,11 +208,11 @@ def _tokens_per_step(args: TrainingArguments, seq_len: int) -> int:
     return args.train_batch_size * args.gradient_accumulation_steps * args.world_size * seq_len
 
 
-def _claim_work_dir(job: StageJob, seq_len: int, may_differ: Sequence[str]) -> None:
+def _claim_work_dir(job: StageJob, first_row: Sequence[int], may_differ: Sequence[str]) -> None:
     """Create the folder, or make sure that what it holds is this stage with these settings."""
     rows = len(job.dataset) if isinstance(job.dataset, Dataset) else None
-    settings: dict[str, Any] = {"stage": job.stage, "seq_len": seq_len, "rows": rows}
-    settings["data"] = _fingerprint(job.dataset)
+    settings: dict[str, Any] = {"stage": job.stage, "seq_len": len(first_row), "rows": rows}
+    settings["data"] = _fingerprint(job.dataset, first_row)
     settings = json.loads(json.dumps(settings | dataclasses.asdict(job.config)))
     path = job.work_dir / SETTINGS_NAME
     try:
@@ -236,14 +238,14 @@ def _claim_work_dir(job: StageJob, seq_len: int, may_differ: Sequence[str]) -> N
         )
 
 
-def _fingerprint(dataset: Dataset | IterableDataset) -> str:
+def _fingerprint(dataset: Dataset | IterableDataset, first_row: Sequence[int]) -> str:
     """Hash the tokens that are trained on, of a stream those of its first row."""
     digest = hashlib.sha256()
     if isinstance(dataset, Dataset):
         for batch in dataset.with_format("numpy").iter(batch_size=1000):
             digest.update(np.ascontiguousarray(batch["input_ids"], dtype=np.int64).tobytes())
     else:
-        digest.update(np.asarray(next(iter(dataset))["input_ids"], dtype=np.int64).tobytes())
+        digest.update(np.asarray(first_row, dtype=np.int64).tobytes())
     return digest.hexdigest()
 
 

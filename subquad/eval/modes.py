@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Literal
 
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from subquad.convert.adapters import adapters_disabled
 from subquad.errors import ConfigError
 from subquad.layers import AttentionMode, attention_mode
 
@@ -50,22 +50,8 @@ def evaluation_mode(model: nn.Module, mode: EvalMode | None) -> Iterator[None]:
             yield
         else:
             attention, adapters = _MODES[mode]
-            with attention_mode(model, attention), nullcontext() if adapters else _adapters_off(model):
+            with attention_mode(model, attention), nullcontext() if adapters else adapters_disabled(model):
                 yield
     finally:
         for module, was_training in training.items():
             module.training = was_training
-
-
-@contextmanager
-def _adapters_off(model: nn.Module) -> Iterator[None]:
-    adapted = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
-    active = [module for module in adapted if not module.disable_adapters]
-    try:
-        for module in active:
-            # peft's own switch also freezes the adapter's parameters, and unfreezes all of them afterwards.
-            module._disable_adapters = True
-        yield
-    finally:
-        for module in active:
-            module._disable_adapters = False

@@ -37,6 +37,44 @@ class WindowOutput(NamedTuple):
     log_normaliser: Tensor
 
 
+class _Blocks(NamedTuple):
+    """Queries in blocks of `size`; block i needs the `reach` keys from its first query's window to its last query."""
+
+    window: int
+    size: int
+    num_blocks: int
+    reach: int
+    start: int
+    tail: int
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Return `[B, num_blocks, size, ...]` of x `[B, Tq, ...]`, zeros after the last query."""
+        return _shift_pad(x, 0, self.tail).unflatten(1, (self.num_blocks, self.size))
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """Return the overlapping blocks `[B, num_blocks, reach, ...]` of x `[B, T, ...]`, zeros before the first key."""
+        return _shift_pad(x, self.start, self.tail).unfold(1, self.reach, self.size).movedim(-1, 2)
+
+
+def _block_layout(num_queries: int, seq_len: int, window: int) -> _Blocks:
+    window = min(window, seq_len)
+    size = num_queries if window >= num_queries else window
+    num_blocks = -(-num_queries // size)
+    start = seq_len - num_queries - (window - 1)
+    return _Blocks(window, size, num_blocks, size + window - 1, start, num_blocks * size - num_queries)
+
+
+def _seen_in_window(blocks: _Blocks, valid: Tensor, documents: Tensor | None) -> Tensor:
+    """Return `[B, num_blocks, 1, 1, size, reach]` bool: the key is valid, in the query's window and in its document."""
+    steps = torch.arange(blocks.reach, device=valid.device)
+    step = steps - steps[: blocks.size, None]
+    seen = blocks.of_keys(valid)[:, :, None, :] & ((step >= 0) & (step < blocks.window))
+    if documents is not None:
+        theirs = blocks.of_keys(documents)
+        seen = seen & (theirs[:, :, None, :] == theirs[:, :, blocks.window - 1 :, None])
+    return seen[:, :, None, None]
+
+
 def window_attention(
     q: Tensor,
     k: Tensor,
@@ -76,44 +114,25 @@ def window_attention(
     if num_heads % num_kv_heads:
         raise ConfigError(f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
     scale = head_dim**-0.5 if scale is None else scale
-    window = min(window, seq_len)
-    block = num_queries if window >= num_queries else window
-    num_blocks = -(-num_queries // block)
-    reach = block + window - 1
-
-    # Query block i needs the key positions from (its first query - window + 1) to its last query.
-    past = seq_len - num_queries
-    start = past - (window - 1)
-    tail = num_blocks * block - num_queries
+    blocks = _block_layout(num_queries, seq_len, window)
     if valid is None:
         valid = k.new_ones((batch_size, seq_len), dtype=torch.bool)
-    keys = _blocks(_shift_pad(k, start, tail), reach, block)
-    values = _blocks(_shift_pad(v, start, tail), reach, block)
-    seen = _blocks(_shift_pad(valid, start, tail), reach, block)[:, :, None, :]
-    step = torch.arange(reach, device=q.device) - torch.arange(block, device=q.device)[:, None]
-    seen = seen & ((step >= 0) & (step < window))
-    if documents is not None:
-        key_documents = _blocks(_shift_pad(documents, start, tail), reach, block)
-        seen = seen & (key_documents[:, :, None, :] == key_documents[:, :, window - 1 :, None])
-
-    queries = _shift_pad(q, 0, tail).unflatten(1, (num_blocks, block)).unflatten(3, (num_kv_heads, -1))
+    keys, values = blocks.of_keys(k), blocks.of_keys(v)
+    seen = _seen_in_window(blocks, valid, documents)
+    queries = blocks.of_queries(q).unflatten(3, (num_kv_heads, -1))
     scores = torch.einsum("bnchgd,bnrhd->bnhgcr", queries, keys) * scale
-    seen = seen[:, :, None, None]
     if sinks is not None:
         own = sinks.keys.dim() == 5
-        sink_keys, sink_values = sinks.keys, sinks.values
-        if own:
-            sink_keys, sink_values = (_shift_pad(x, 0, tail).unflatten(1, (num_blocks, block)) for x in sinks[:2])
+        sink_keys, sink_values = (blocks.of_queries(x) if own else x for x in (sinks.keys, sinks.values))
         where = "bncs" if own else "bs"
         sink_scores = torch.einsum(f"bnchgd,{where}hd->bnhgcs", queries, sink_keys) * scale
-        sink_seen = _shift_pad(sinks.visible, 0, tail).unflatten(1, (num_blocks, block))
         scores = torch.cat([scores, sink_scores], dim=-1)
-        seen = torch.cat([seen, sink_seen[:, :, None, None]], dim=-1)
+        seen = torch.cat([seen, blocks.of_queries(sinks.visible)[:, :, None, None]], dim=-1)
     probabilities, log_normaliser = _masked_softmax(scores, seen)
     probabilities = probabilities.to(v.dtype)
-    out = torch.einsum("bnhgcr,bnrhe->bnchge", probabilities[..., :reach], values)
+    out = torch.einsum("bnhgcr,bnrhe->bnchge", probabilities[..., : blocks.reach], values)
     if sinks is not None:
-        out = out + torch.einsum(f"bnhgcs,{where}he->bnchge", probabilities[..., reach:], sink_values)
+        out = out + torch.einsum(f"bnhgcs,{where}he->bnchge", probabilities[..., blocks.reach :], sink_values)
     out = out.flatten(1, 2)[:, :num_queries].flatten(2, 3)
     log_normaliser = log_normaliser.permute(0, 1, 4, 2, 3).flatten(1, 2)[:, :num_queries].flatten(2, 3)
     return WindowOutput(out, log_normaliser)
@@ -126,12 +145,6 @@ def _shift_pad(x: Tensor, start: int, tail: int) -> Tensor:
         return x
     padding = (0, 0) * (x.dim() - 2) + (max(-start, 0), tail)
     return torch.nn.functional.pad(x, padding)
-
-
-def _blocks(x: Tensor, size: int, step: int) -> Tensor:
-    """Return overlapping blocks `[B, num_blocks, size, ...]` of x `[B, T, ...]`."""
-    blocks = x.unfold(1, size, step)
-    return blocks.movedim(-1, 2)
 
 
 def _masked_softmax(scores: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:

@@ -89,21 +89,24 @@ class Mixer(nn.Module):
         shared = None
         if buffers is not None and not far_stream_differs(config):
             shared = (buffers["window_keys"], buffers["window_values"])
-        near = stream.near(*inputs.rotate(inputs.q, inputs.k), inputs.v)
+        rotated = inputs.rotate(inputs.q, inputs.k)
+        near = stream.near(*rotated, inputs.v)
         # Without a cache nobody reads the far part of the control, or of a window longer than the input.
         if buffers is None and (window_only or config.window >= inputs.q.shape[1]):
             return None, near
-        q, k, v, log_decay = self._far_inputs(inputs)
+        q, k, v, log_decay = self._far_inputs(inputs, rotated)
         far = self._attend(q, stream.delay(k, v, log_decay, shared), buffers)
         return (None if window_only else far), near
 
-    def _far_inputs(self, inputs: HeadInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the far part's q, k, v and log decay, not yet delayed."""
+    def _far_inputs(
+        self, inputs: HeadInputs, rotated: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the far part's q, k, v and log decay, not yet delayed; `rotated` is the teacher's q and k if known."""
         q, k, v = inputs.q, inputs.k, inputs.v
         if self.conv is not None:
             q, k, v = self._convolve(self.conv, inputs)
         if self.config.rope == "keep":
-            q, k = inputs.rotate(q, k)
+            q, k = rotated if rotated is not None and self.conv is None else inputs.rotate(q, k)
         if self.value_step is not None:
             v = self.value_step(v, inputs.hidden_states)
         log_decay = None if self.decay is None else self.decay(inputs.hidden_states)

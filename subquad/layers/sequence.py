@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -44,8 +45,9 @@ class SequenceInfo:
         documents = (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
         return SequenceInfo(documents=documents if bool(documents[:, -1].any()) else None)
 
+    @cached_property
     def document_starts(self) -> Tensor | None:
-        """Return `[B, T]` bool, True at the first token of every document after the row's first; None for one."""
+        """`[B, T]` bool, True at the first token of every document after the row's first; None for one document."""
         if self.documents is None:
             return None
         return torch.diff(self.documents, prepend=self.documents[:, :1], dim=-1) != 0
@@ -64,7 +66,7 @@ class SequenceInfo:
         rank = real.long().cumsum(1)
         if num_seen is not None:
             rank = rank + num_seen[:, None]
-        starts = self.document_starts()
+        starts = self.document_starts
         if starts is not None:
             before = torch.where(starts, rank - real.long(), 0)
             rank = rank - before.cummax(1).values

@@ -137,7 +137,7 @@ class WindowStream:
         Returns:
             Output and log normaliser of the exact part.
         """
-        documents, starts = self.sequence.documents, self.sequence.document_starts()
+        documents, starts = self.sequence.documents, self.sequence.document_starts
         sinks = None
         if self.sinks and starts is not None:
             sinks = gather_document_sinks(k, v, starts, self.sinks)
@@ -145,7 +145,7 @@ class WindowStream:
             sinks = gather_sinks(k, v, self.rank, self.is_sink, self.sinks, self.buffers)
         valid = self.takes
         if self.buffers is not None:
-            # The far part reads `window_valid` too: it is updated once, in `delay_weight`.
+            # The far part reads `window_valid` too: it is updated once, in `delay`.
             valid = torch.cat([self.buffers["window_valid"], valid], dim=1)
             k = shift_through(k, self.window, "window_keys", self.buffers)
             v = shift_through(v, self.window, "window_values", self.buffers)
@@ -183,7 +183,7 @@ class WindowStream:
 
 def reset_at_documents(log_decay: Tensor | None, sequence: SequenceInfo, k: Tensor) -> Tensor | None:
     """Put -inf where a document starts, so that no state crosses; a mixer without decay gets zeros elsewhere."""
-    starts = sequence.document_starts()
+    starts = sequence.document_starts
     if starts is None:
         return log_decay
     if log_decay is None:

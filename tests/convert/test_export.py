@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,49 +13,18 @@ import torch
 import yaml
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from subquad.convert.export import export_student, merge_adapters
 from subquad.convert.modelcard import ModelCard, render_model_card, write_model_card
-from subquad.convert.plan import plan_conversion
-from subquad.convert.surgery import apply_plan, undo_plan
+from subquad.convert.surgery import undo_plan
 from subquad.errors import ConfigError, OutputError, TrainingError
-from subquad.layers import resolve_mixer
 
 from .tiny_checkpoints import logits, tiny_model, tiny_tokenizer
+from .tiny_students import CARD, make_student
 
 REPOSITORY = Path(__file__).parents[2]
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
-CARD = ModelCard(
-    name="tiny-2mamba",
-    teacher="smollm2-135m",
-    mixers={"2mamba": 1, "taylor": 1},
-    losses={"Teacher (softmax)": 3.0, "Student": 3.25},
-    loss_data="held-out messages, 4,096 tokens",
-    cache_bytes={1024: (1000, 2000), 64: (1000, 125)},
-    training_tokens={"stage 1": 20_000},
-    license="apache-2.0",
-    command="subquad run demo",
-    versions={"torch": "2.13.0"},
-    notes=("Measured on one CPU.",),
-)
-
-
-def make_student(dtype: torch.dtype = torch.float32, **changes):
-    model = tiny_model(**changes)
-    for parameter in model.parameters():  # not .to(dtype), which would round the rotary frequencies, too
-        parameter.data = parameter.data.to(dtype)
-    layers = {"1": resolve_mixer({"preset": "taylor", "window": 4, "sinks": 1})}
-    plan = plan_conversion(model.config, resolve_mixer({"preset": "2mamba", "window": 8, "sinks": 2}), layers)
-    student = apply_plan(model, plan).eval()
-    torch.manual_seed(1)
-    with torch.no_grad():  # away from the start, where parts that are lost would not be missed
-        for name, parameter in student.named_parameters():
-            if ".mixer." in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-            if name.endswith("log_mix"):
-                parameter.zero_()
-    return student
 
 
 def randomise_adapters(model) -> None:
@@ -66,14 +33,6 @@ def randomise_adapters(model) -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory) -> Path:
-    student = make_student()
-    directory = export_student(student, tiny_tokenizer(), tmp_path_factory.mktemp("export") / "student", CARD)
-    torch.save(logits(student), directory.parent / "expected.pt")
-    return directory
 
 
 def test_everything_is_written(exported):
@@ -296,131 +255,3 @@ def test_card_can_be_replaced_after_evaluation(exported):
     assert (exported / "README.md").read_text() == before
     with pytest.raises(OutputError, match="could not be written"):
         write_model_card(exported / "README.md", CARD)
-
-
-def run_fresh(script: str, *arguments: str, cache: Path, path: str = str(REPOSITORY)) -> str:
-    """Run a script in a process that knows nothing of this one; returns what it printed."""
-    cache.mkdir(exist_ok=True)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": path,
-        "HF_HOME": str(cache / "hf"),
-        "HF_MODULES_CACHE": str(cache / "modules"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cache, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-AFTER_IMPORT = """
-import sys, torch
-import subquad.models
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
-from subquad.convert.surgery import undo_plan
-directory = sys.argv[1]
-model = AutoModelForCausalLM.from_pretrained(directory)
-tokens = (torch.arange(40) * 7 + 3) % 261
-with torch.no_grad():
-    found = model(input_ids=tokens[None]).logits
-assert torch.equal(found, torch.load(directory + "/../expected.pt")), "logits differ"
-assert type(undo_plan(model)) is LlamaForCausalLM
-"""
-
-WITH_REMOTE_CODE = """
-import sys, torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
-assert not [name for name in sys.modules if name.startswith("subquad")]
-directory, again = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
-tokens = (torch.arange(40) * 7 + 3) % 261
-expected = torch.load(directory + "/../expected.pt")
-with torch.no_grad():
-    found = model(input_ids=tokens[None]).logits
-assert torch.equal(found, expected), "logits differ"
-
-# step by step with the cache = without it, from a prompt longer than both windows
-prompt = tokens[None, :20]
-cached = model.generate(prompt, max_new_tokens=12, min_new_tokens=12, do_sample=False)
-plain = model.generate(prompt, max_new_tokens=12, min_new_tokens=12, do_sample=False, use_cache=False)
-assert cached.shape == (1, 32) and torch.equal(cached, plain), (cached, plain)
-
-generator = pipeline("text-generation", model=directory, tokenizer=directory, trust_remote_code=True)
-text = generator("a long prompt, longer than the window", max_new_tokens=5, do_sample=False)[0]["generated_text"]
-assert text.startswith("a long prompt"), text
-
-# saving what was loaded by remote code gives a checkpoint that loads by remote code
-model.save_pretrained(again)
-copy = AutoModelForCausalLM.from_pretrained(again, trust_remote_code=True)
-with torch.no_grad():
-    assert torch.equal(copy(input_ids=tokens[None]).logits, expected), "logits of the copy differ"
-"""
-
-WITHOUT_SUBQUAD_THEN_WITH_IT = """
-import sys, torch
-from transformers import AutoModelForCausalLM
-sys.modules["subquad"] = None  # as if it were not installed
-try:
-    AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-except ImportError as error:
-    print(error)
-del sys.modules["subquad"]
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-tokens = (torch.arange(40) * 7 + 3) % 261
-with torch.no_grad():
-    assert torch.equal(model(input_ids=tokens[None]).logits, torch.load(sys.argv[2])), "logits differ"
-"""
-
-LM_EVAL = """
-import json, sys
-import lm_eval
-from lm_eval.tasks import TaskManager
-directory, data = sys.argv[1:]
-task = {
-    "task": "tiny", "dataset_path": "json", "dataset_kwargs": {"data_files": {"validation": data}},
-    "validation_split": "validation", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
-    "doc_to_choice": "{{choices}}", "doc_to_target": "{{label}}", "metric_list": [{"metric": "acc"}],
-}
-results = lm_eval.simple_evaluate(
-    model="hf", model_args=f"pretrained={directory},trust_remote_code=True,max_length=64", tasks=[task], device="cpu",
-    batch_size=4, task_manager=TaskManager(include_defaults=False), bootstrap_iters=0, log_samples=True,
-)
-scores = [[answer[0][0] for answer in sample["resps"]] for sample in results["samples"]["tiny"]]
-print(json.dumps({"acc": results["results"]["tiny"]["acc,none"], "scores": scores}))
-"""
-
-
-def test_fresh_process_after_importing_subquad(exported, tmp_path):
-    run_fresh(AFTER_IMPORT, str(exported), cache=tmp_path)
-
-
-def test_fresh_process_with_remote_code(exported, tmp_path):
-    again = tmp_path / "again"
-    run_fresh(WITH_REMOTE_CODE, str(exported), str(again), cache=tmp_path)
-    expected = exported.parent / "expected.pt"
-    printed = run_fresh(WITHOUT_SUBQUAD_THEN_WITH_IT, str(again), str(expected), cache=tmp_path / "other")
-    assert "pip install subquad" in printed
-
-
-@pytest.mark.slow
-def test_lm_eval(exported, tmp_path):
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval`)")
-    rows = [{"question": f"{i} plus one is", "choices": ["ab", "cd ef"], "label": i % 2} for i in range(6)]
-    data = tmp_path / "data.jsonl"
-    data.write_text("\n".join(map(json.dumps, rows)))
-    output = json.loads(run_fresh(LM_EVAL, str(exported), str(data), cache=tmp_path).splitlines()[-1])
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), tiny_tokenizer()
-    for row, scores in zip(rows, output["scores"], strict=True):
-        for choice, score in zip(row["choices"], scores, strict=True):
-            assert score == pytest.approx(_log_likelihood(model, tokenizer, row["question"], f" {choice}"), abs=1e-3)
-
-
-def _log_likelihood(model: LlamaForCausalLM, tokenizer, context: str, continuation: str) -> float:
-    ids = torch.tensor(tokenizer(context + continuation)["input_ids"])
-    length = len(ids) - len(tokenizer(context)["input_ids"])
-    with torch.no_grad():
-        log_probs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-    return log_probs.gather(-1, ids[1:, None])[-length:].sum().item()

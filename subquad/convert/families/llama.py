@@ -8,10 +8,7 @@ LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
     model_type="llama",
-    gguf_architecture="llama",
     student_model_type="subquad_llama",
-    attention="model.layers.{i}.self_attn",
-    projections=("q_proj", "k_proj", "v_proj", "o_proj"),
     fields={
         "hidden_size": "hidden_size",
         "num_layers": "num_hidden_layers",

@@ -52,7 +52,7 @@ class _Blocks(NamedTuple):
         return _shift_pad(x, 0, self.tail).unflatten(1, (self.num_blocks, self.size))
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """Return the overlapping blocks `[B, num_blocks, reach, ...]` of x `[B, T, ...]`, zeros before the first key."""
+        """Return overlapping blocks `[B, num_blocks, reach, ...]` of x `[B, T, ...]`, zeros before the first key."""
         return _shift_pad(x, self.start, self.tail).unfold(1, self.reach, self.size).movedim(-1, 2)
 
 

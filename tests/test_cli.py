@@ -135,8 +135,12 @@ def test_plan_prints_a_table_or_json(command, recipe_file):
     code, out, _ = command("plan", recipe_file)
     assert code == 0
     assert "2mamba" in out
+    assert "Counts of the attention itself, not times" in " ".join(out.split())
     layers = json.loads(command("plan", recipe_file, "convert.layers.0=softmax", "--json")[1])["layers"]
     assert [layer["to"].split()[0] for layer in layers] == ["softmax", "2mamba"]
+    for key in ("prefill_crossover", "training_crossover", "decode_crossover"):
+        assert layers[0][key] is None
+        assert layers[1][key] > 0
 
 
 def test_run_prints_the_summary_and_the_report(command, recipe_file, tmp_path):

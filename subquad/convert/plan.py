@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.console import Group
 from rich.table import Table
 
 from subquad.convert.families import Family, find_family
 from subquad.convert.shape import check_shape
 from subquad.errors import ConfigError
+from subquad.kernels.cost import DEFAULT_CHUNK_SIZE, decode_crossover, flops_crossover
+from subquad.kernels.counts import HeadShape
 from subquad.layers import LayerGeometry, cache_bytes, count_parameters
 from subquad.layers.config import MixerConfig
 from subquad.layers.presets import PRESETS
@@ -38,6 +41,9 @@ class LayerPlan:
         cache_bytes: Bytes the layer's cache holds after so many tokens, for one sequence.
         kv_bytes: The same for the teacher's key/value cache.
         crossover: Tokens from which on the layer's cache is smaller than its KV cache; None where it never is.
+        prefill_crossover: Tokens from which on a prompt needs fewer FLOPs than with softmax; None where it never does.
+        training_crossover: The same for the forward and backward pass over one document.
+        decode_crossover: Tokens from which on a generated token moves fewer bytes than with a KV cache; None as above.
     """
 
     layer_idx: int
@@ -47,6 +53,9 @@ class LayerPlan:
     cache_bytes: Mapping[int, int]
     kv_bytes: Mapping[int, int]
     crossover: int | None
+    prefill_crossover: int | None
+    training_crossover: int | None
+    decode_crossover: int | None
 
     @property
     def converted(self) -> bool:
@@ -101,6 +110,7 @@ class ConversionPlan:
             "context_length": self.context_length,
             "dtype": str(self.dtype).removeprefix("torch."),
             "added_parameters": self.added_parameters,
+            "chunk_size": DEFAULT_CHUNK_SIZE,
             "layers": [
                 {
                     "layer_idx": layer.layer_idx,
@@ -111,6 +121,9 @@ class ConversionPlan:
                     "cache_bytes": {str(length): size for length, size in layer.cache_bytes.items()},
                     "kv_bytes": {str(length): size for length, size in layer.kv_bytes.items()},
                     "crossover": layer.crossover,
+                    "prefill_crossover": layer.prefill_crossover,
+                    "training_crossover": layer.training_crossover,
+                    "decode_crossover": layer.decode_crossover,
                 }
                 for layer in self.layers
             ],
@@ -174,7 +187,7 @@ def _config_dtype(hf_config: PretrainedConfig) -> torch.dtype:
 def _measure(
     mixer: MixerConfig, geometry: LayerGeometry, lengths: tuple[int, ...], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return the fields of `LayerPlan` that depend on the mixer only; every number comes from the layer itself."""
+    """Return the fields of `LayerPlan` that depend on the mixer only; sizes come from the layer itself."""
     softmax = PRESETS["softmax"]
 
     def saved(seq_len: int) -> int:
@@ -186,6 +199,30 @@ def _measure(
         "cache_bytes": {n: cache_bytes(mixer, geometry, 1, n, dtype) for n in lengths},
         "kv_bytes": {n: cache_bytes(softmax, geometry, 1, n, dtype) for n in lengths},
         "crossover": _first_gain(saved),
+        **_work_crossovers(mixer, geometry, dtype),
+    }
+
+
+def _work_crossovers(mixer: MixerConfig, geometry: LayerGeometry, dtype: torch.dtype) -> dict[str, int | None]:
+    """Return from which lengths the op needs less work than softmax, by the counts of `kernels/cost.py`.
+
+    Heads that stay softmax (`exact_kv_heads`) cost the same on both sides, so that they do not move these lengths.
+    """
+    if not mixer.linear:
+        return dict.fromkeys(("prefill_crossover", "training_crossover", "decode_crossover"))
+    shape = HeadShape(
+        head_dim=geometry.head_dim,
+        value_head_dim=geometry.head_dim,
+        group_size=geometry.group_size,
+        orders=mixer.score_orders(),
+        window=mixer.window,
+        sinks=mixer.sinks,
+    )
+    return {
+        # generation goes on from the state after the prompt
+        "prefill_crossover": flops_crossover(shape, DEFAULT_CHUNK_SIZE, final_state=True),
+        "training_crossover": flops_crossover(shape, DEFAULT_CHUNK_SIZE, training=True),
+        "decode_crossover": decode_crossover(shape, normaliser=mixer.normalised, itemsize=dtype.itemsize),
     }
 
 
@@ -281,8 +318,15 @@ def _mixer_problems(mixer: MixerConfig, geometry: LayerGeometry, context_length:
     return problems
 
 
-def render_plan(plan: ConversionPlan) -> Table:
-    """Return the plan as a table for a rich console: one row per layer and a row of totals."""
+def render_plan(plan: ConversionPlan) -> Group:
+    """Return the plan as tables for a rich console: every layer with totals, then the crossovers of every mixer."""
+    tables = [_layer_table(plan)]
+    if plan.mixers:
+        tables.append(_work_table(plan))
+    return Group(*tables)
+
+
+def _layer_table(plan: ConversionPlan) -> Table:
     totals = [plan.total_cache_bytes(length) for length in plan.lengths]
     scale, unit = (1e6, "MB") if max(map(max, totals)) >= 1e6 else (1e3, "kB")
     dtype = str(plan.dtype).removeprefix("torch.")
@@ -304,9 +348,30 @@ def render_plan(plan: ConversionPlan) -> Table:
     for layer in plan.layers:
         change = f"softmax → {layer.label}" if layer.converted else "softmax, unchanged"
         sizes = [pair((layer.cache_bytes[length], layer.kv_bytes[length])) for length in plan.lengths]
-        crossover = "never" if layer.crossover is None else f"{layer.crossover:,}"
         row = (str(layer.layer_idx), change, f"{layer.added_parameters:,}", *sizes)
-        table.add_row(*row, crossover if layer.converted else "-")
+        table.add_row(*row, _length(layer.crossover) if layer.converted else "-")
     table.add_section()
     table.add_row("all", f"{len(plan.mixers)} converted", f"{plan.added_parameters:,}", *map(pair, totals), "")
     return table
+
+
+def _work_table(plan: ConversionPlan) -> Table:
+    table = Table(
+        title="Less work than softmax from so many tokens on",
+        caption="Counts of the attention itself, not times. FLOPs: against causal softmax, in chunks of "
+        f"{DEFAULT_CHUNK_SIZE} tokens. Bytes: the state read and written at every token, window and sinks read, "
+        f"against a key/value cache in {str(plan.dtype).removeprefix('torch.')}.",
+    )
+    table.add_column("mixer", overflow="fold")
+    for name in ("layers", "prefill FLOPs", "training FLOPs", "decode bytes"):
+        table.add_column(name, justify="right")
+    by_label = {layer.label: layer for layer in plan.layers if layer.converted}
+    for label, layer in by_label.items():
+        count = sum(other.converted and other.label == label for other in plan.layers)
+        lengths = (layer.prefill_crossover, layer.training_crossover, layer.decode_crossover)
+        table.add_row(label, str(count), *map(_length, lengths))
+    return table
+
+
+def _length(tokens: int | None) -> str:
+    return "never" if tokens is None else f"{tokens:,}"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 from transformers import LlamaConfig
 
@@ -23,6 +26,14 @@ SMOL = LlamaConfig(
     head_dim=64,
     num_hidden_layers=30,
     max_position_embeddings=8192,
+)
+LLAMA_8B = LlamaConfig(
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    num_hidden_layers=32,
+    max_position_embeddings=131072,
 )
 PURE = resolve_mixer({"preset": "2mamba", "window": 0, "conv_width": 1, "offset": False})
 
@@ -175,9 +186,67 @@ def test_crossover_is_the_first_length_at_which_the_cache_is_smaller(mixer):
     assert not any(smaller(seq_len) for seq_len in range(crossover))
 
 
+CROSSOVERS = ("crossover", "prefill_crossover", "training_crossover", "decode_crossover")
+
+
 def test_quadratic_and_unchanged_layers_never_cross_over():
     plan = plan_conversion(SMOL, resolve_mixer({"preset": "taylor", "order": 3}), {"0": resolve_mixer("softmax")})
-    assert [layer.crossover for layer in plan.layers[:2]] == [None, None]
+    for layer in plan.layers[:2]:
+        assert [getattr(layer, name) for name in CROSSOVERS] == [None] * 4
+
+
+def test_work_crossovers_follow_from_the_formulas():
+    """D = 2,080 rows, G = 3, C = 256: D (1 + 1/G) without end states, and (d + 1)^2 tokens of bfloat16 keys."""
+    layer = plan_conversion(SMOL, PURE, dtype=torch.bfloat16).layers[0]
+    d, rows, groups, chunk_size = 64, 2080, 3, 256
+
+    def prefill_gain(n: int) -> int:
+        # all but C tokens read a state, all are written to it; of the pairs, softmax has N^2 / 2 and a chunk C N / 2
+        return 2 * d * n * (n - chunk_size) * groups - 2 * rows * d * ((n - chunk_size) * groups + n)
+
+    assert prefill_gain(layer.prefill_crossover - 1) <= 0 < prefill_gain(layer.prefill_crossover)
+    # D e (4 + 6/G) + 2 d^2 e (1 + 1/G) < 7 d N
+    needed = rows * d * (4 + 6 / groups) + 2 * d**3 * (1 + 1 / groups)
+    assert layer.training_crossover == int(needed / (7 * d)) + 1
+    assert layer.decode_crossover == (d + 1) ** 2 + 1
+
+
+def test_work_crossovers_of_other_dtypes_windows_and_exact_heads():
+    def crossovers(mixer, dtype=torch.bfloat16) -> list[int]:
+        layer = plan_conversion(SMOL, resolve_mixer(mixer), dtype=dtype).layers[0]
+        return [getattr(layer, name) for name in CROSSOVERS[1:]]
+
+    prefill, training, decode = crossovers("taylor")
+    assert crossovers("taylor", torch.float32)[:2] == [prefill, training]
+    assert crossovers("taylor", torch.float32)[2] < decode
+    # 100 keys more that every query sees are, but for the first chunk, 200 more in a causal stretch, and 100 in a cache
+    more = crossovers({"preset": "taylor", "window": 164})
+    assert 200 < more[0] - prefill < 220
+    assert 200 < more[1] - training < 220
+    assert more[2] - decode == 100
+    assert crossovers({"preset": "taylor", "exact_kv_heads": [1]}) == [prefill, training, decode]
+    # Mamba-2S has no sum of weights: 64 rows of 64 float32 numbers, read and written, and 68 exact keys
+    assert crossovers("mamba2s")[2] == 2 * 64 * 64 * 4 // (2 * 64 * 2) + 68 + 1
+
+
+def documented_crossovers() -> list[tuple[LlamaConfig, str, list[int]]]:
+    """Return model, mixer and the four lengths of every row in `docs/mixers.md`."""
+    text = (Path(__file__).parents[2] / "docs" / "mixers.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]*?) ?\| `([^`]+)` \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", text, re.M)
+    models = {"SmolLM2-135M (d = 64, G = 3)": SMOL, "Llama 3.1 8B (d = 128, G = 4)": LLAMA_8B}
+    found, config = [], None
+    for model, mixer, *lengths in rows:
+        config = models[model] if model else config
+        found.append((config, mixer, [int(length.replace(",", "")) for length in lengths]))
+    return found
+
+
+def test_documented_crossovers():
+    documented = documented_crossovers()
+    assert len(documented) == 8
+    for config, mixer, lengths in documented:
+        layer = plan_conversion(config, resolve_mixer(yaml.safe_load(mixer)), dtype=torch.bfloat16).layers[0]
+        assert [getattr(layer, name) for name in CROSSOVERS] == lengths, mixer
 
 
 def test_default_lengths_end_with_the_context():
@@ -206,7 +275,10 @@ def test_plan_as_json():
     assert len(values["layers"]) == 30
     layer = values["layers"][1]
     assert (layer["layer_idx"], layer["from"], layer["to"]) == (1, "softmax", "2mamba")
-    assert layer["crossover"] == plan.layers[1].crossover
+    assert values["chunk_size"] == 256
+    assert {name: layer[name] for name in CROSSOVERS} == {name: getattr(plan.layers[1], name) for name in CROSSOVERS}
+    assert not {name for name in CROSSOVERS if layer[name] is None}
+    assert [values["layers"][0][name] for name in CROSSOVERS] == [None] * 4
     assert layer["cache_bytes"]["8192"] == plan.layers[1].cache_bytes[8192]
     assert resolve_mixer(layer["mixer"]) == resolve_mixer("2mamba")
 
@@ -232,3 +304,17 @@ def test_plan_as_table():
     assert rows["2"][5] == f"{layer.cache_bytes[8192] / 1e6:.2f} / {layer.kv_bytes[8192] / 1e6:.2f}"
     assert rows["2"][-1] == f"{layer.crossover:,}"
     assert rows["all"][1:3] == ["29 converted", f"{plan.added_parameters:,}"]
+    lengths = (layer.prefill_crossover, layer.training_crossover, layer.decode_crossover)
+    assert rows["2mamba"] == ["2mamba", "28", *(f"{length:,}" for length in lengths)]
+    assert rows["taylor (order=3)"] == ["taylor (order=3)", "1", "never", "never", "never"]
+    text = " ".join(captured.get().split())
+    assert "Counts of the attention itself, not times." in text
+    assert "against a key/value cache in float32." in text
+
+
+def test_a_plan_that_converts_nothing_has_no_crossovers_to_show():
+    console = Console(width=140, force_terminal=False)
+    with console.capture() as captured:
+        console.print(render_plan(plan_conversion(SMOL, resolve_mixer("softmax"))))
+    assert "0 converted" in captured.get()
+    assert "prefill" not in captured.get()

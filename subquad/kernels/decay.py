@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # exp(-1e4) is 0 in float64 too; without this bound one huge finite decay would swallow its neighbours in a sum.
-_LOWEST_LOG_DECAY = -1e4
+LOWEST_LOG_DECAY = -1e4
 
 
 class EdgeDecay(NamedTuple):
@@ -35,7 +35,7 @@ def split_resets(log_decay: Tensor) -> tuple[Tensor, Tensor]:
         The finite log decay (0 at a reset, and with gradient 0 there) and the boolean mask of the resets.
     """
     resets = log_decay == -torch.inf
-    return log_decay.masked_fill(resets, 0.0).clamp(_LOWEST_LOG_DECAY, 0.0), resets
+    return log_decay.masked_fill(resets, 0.0).clamp(LOWEST_LOG_DECAY, 0.0), resets
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

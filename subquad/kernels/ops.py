@@ -7,10 +7,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.kernels.backend import Backend, Precision, choose_backend
 from subquad.kernels.checks import check_coefs, check_form, check_shapes, check_state
 from subquad.kernels.chunked import chunked_attention
 from subquad.kernels.cost import DEFAULT_CHUNK_SIZE, cheapest_chunk_size
-from subquad.kernels.decay import split_resets
+from subquad.kernels.decay import LOWEST_LOG_DECAY, split_resets
 from subquad.kernels.inputs import PolyInputs
 from subquad.kernels.normalise import guarded_division, normaliser_bound
 from subquad.kernels.recurrent import recurrent_step
@@ -24,7 +25,7 @@ class PolyAttentionOutput(NamedTuple):
     """What `poly_attention` returns.
 
     Attributes:
-        out: `[B, Tq, H, e]`, q's dtype.
+        out: `[B, Tq, H, e]`, q's dtype if normalised, else float32 (float64 for float64 inputs).
         normaliser: `[B, Tq, H]`, the sum of weights before any guard; float32 (float64 for float64 inputs).
         final_state: the state after the last key, or None if not asked for.
     """
@@ -48,14 +49,17 @@ def poly_attention(
     output_final_state: bool = False,
     chunk_size: int | None = None,
     form: Form = "auto",
+    backend: Backend = "auto",
+    precision: Precision = "default",
 ) -> PolyAttentionOutput:
     """Attend causally with a polynomial of the score as weight.
 
     `w_ts = sum_n coefs[n] (scale q_t . k_s)**n key_weight_s exp(L_ts)`, `L_ts` the sum of `log_decay` after s up to t;
     `out_t = sum_s w_ts v_s / sum_s w_ts`. Powers 1 and 2 with decay: Mongaras & Larson, 2Mamba2Furious (arXiv
     2602.17363); the truncated Taylor series: the same, On the Expressiveness of Softmax Attention (arXiv 2507.23632).
-    All forms compute the same values and gradients, in float32 whatever the inputs' dtype and whatever autocast says
-    (in float64 for float64 inputs).
+    All forms compute the same values and gradients. In PyTorch that is in float32 whatever the inputs' dtype and
+    whatever autocast says (in float64 for float64 inputs); the Triton kernels multiply in the inputs' precision and
+    accumulate in float32.
 
     Args:
         q: `[B, Tq, H, d]`. With `Tq < T` the queries are the last positions: query i is at key position `T - Tq + i`.
@@ -71,17 +75,24 @@ def poly_attention(
             (powers up to 2; see `normalise.py`); a row that sees no key gives 0.
         initial_state: State before the first key; powers up to 2 only.
         output_final_state: Whether to return the state after the last key; powers up to 2 only.
-        chunk_size: Tokens per chunk; None is 256. The result does not depend on it.
+        chunk_size: Tokens per chunk; None is 256 in PyTorch and 256 to 1,024 on the kernels, which round it up to whole
+            tiles. The result does not depend on it.
         form: `quadratic` is the definition: any power, `O(Tq T)` time and memory, for checks. `chunked`: `O(T)` time
             and memory, powers up to 2. `recurrent`: one token, `Tq = T = 1`. `auto`: recurrent for one token with an
             initial state, else chunked with either `chunk_size` or one chunk over all tokens, whichever needs fewer
             operations (`cost.py`); powers above 2 take one chunk: quadratic time, linear memory.
+        backend: `auto` takes the Triton kernels on an NVIDIA GPU and PyTorch elsewhere (`backend.py` says where and
+            why); `torch` and `triton` insist. `form="quadratic"` is always PyTorch.
+        precision: What the kernels multiply. `default`: bfloat16 for bfloat16 inputs, tf32 for float16, three tf32
+            products for float32. `high`: three tf32 products for all, where queries are orthogonal to what their keys
+            have in common and bfloat16 products would cancel. PyTorch computes in float32 either way.
 
     Returns:
-        `out` (the numerator when `normalize=False`) in q's dtype, the normaliser and the final state.
+        `out` in q's dtype, or with `normalize=False` the numerator in float32 (float64 for float64 inputs), since half
+        precision could overflow; the normaliser; the final state.
 
     Raises:
-        ConfigError: Shapes, coefficients, state or form that do not fit together.
+        ConfigError: Shapes, coefficients, state or form that do not fit together; a backend that cannot run here.
     """
     check_shapes(q, k, v, log_decay, key_weight)
     check_coefs(coefs, q.shape[2])
@@ -90,24 +101,84 @@ def poly_attention(
     check_form(form, orders, q.shape[1], k.shape[1], needs_state, chunk_size)
     if initial_state is not None:
         check_state(initial_state, k, v, orders)
-    chunk_size = chunk_size or DEFAULT_CHUNK_SIZE
     # The op keeps its own precision inside a caller's autocast region.
     with torch.autocast(q.device.type, enabled=False):
-        inputs = _prepare(q, k, v, log_decay, key_weight, coefs, scale, initial_state)
-        if form == "quadratic":
-            joined, final_state = quadratic_attention(inputs, output_final_state)
-        elif form == "recurrent" or (form == "auto" and k.shape[1] == 1 and initial_state is not None):
-            joined, final_state = recurrent_step(inputs, output_final_state)
-        else:
-            if form == "auto":
-                chunk_size = cheapest_chunk_size(inputs, chunk_size, output_final_state)
-            joined, final_state = chunked_attention(inputs, chunk_size, output_final_state)
-        out, normaliser = joined[..., :-1], joined[..., -1]
-        if normalize:
-            bound = normaliser_bound(inputs) if orders[-1] <= MAX_STATE_ORDER else None
-            out = guarded_division(out, normaliser, bound)
-        out = out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
-        return PolyAttentionOutput(out, normaliser.permute(0, 3, 1, 2).flatten(2, 3), final_state)
+        inputs = (q, k, v, log_decay, key_weight, coefs, scale, initial_state)
+        if form != "quadratic" and choose_backend(backend, q, k, v, orders).backend == "triton":
+            return _on_triton(*inputs, normalize, output_final_state, chunk_size, form, precision)
+        return _in_torch(_prepare(*inputs), normalize, output_final_state, chunk_size, form, q.dtype)
+
+
+def _in_torch(
+    inputs: PolyInputs,
+    normalize: bool,
+    output_final_state: bool,
+    chunk_size: int | None,
+    form: Form,
+    dtype: torch.dtype,
+) -> PolyAttentionOutput:
+    num_keys = inputs.k.shape[-2]
+    chunk_size = chunk_size or DEFAULT_CHUNK_SIZE
+    if form == "quadratic":
+        joined, final_state = quadratic_attention(inputs, output_final_state)
+    elif form == "recurrent" or (form == "auto" and num_keys == 1 and inputs.state is not None):
+        joined, final_state = recurrent_step(inputs, output_final_state)
+    else:
+        if form == "auto":
+            chunk_size = cheapest_chunk_size(inputs, chunk_size, output_final_state)
+        joined, final_state = chunked_attention(inputs, chunk_size, output_final_state)
+    out, normaliser = joined[..., :-1], joined[..., -1]
+    if normalize:
+        bound = normaliser_bound(inputs) if inputs.orders[-1] <= MAX_STATE_ORDER else None
+        out = guarded_division(out, normaliser, bound).to(dtype)
+    out = out.permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return PolyAttentionOutput(out, normaliser.permute(0, 3, 1, 2).flatten(2, 3), final_state)
+
+
+def _on_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    key_weight: Tensor | None,
+    coefs: Coefs,
+    scale: float | None,
+    initial_state: PolyState | None,
+    normalize: bool,
+    output_final_state: bool,
+    chunk_size: int | None,
+    form: Form,
+    precision: Precision,
+) -> PolyAttentionOutput:
+    from subquad.kernels.triton.autograd import triton_attention
+
+    orders = active_orders(coefs)
+    if key_weight is None:
+        weight = k.new_ones(k.shape[:3], dtype=torch.float32)
+    else:
+        weight = key_weight.float()
+        v = (v * weight.unsqueeze(-1)).to(v.dtype)
+    if log_decay is not None:
+        finite, resets = split_resets(log_decay.float())
+        log_decay = finite.masked_fill(resets, LOWEST_LOG_DECAY)
+    dense = [torch.as_tensor(coef, dtype=torch.float32, device=q.device).expand(q.shape[2]) for coef in coefs]
+    out, normaliser, final_state = triton_attention(
+        q,
+        k,
+        v,
+        weight,
+        log_decay,
+        torch.stack(dense[: orders[-1] + 1]),
+        orders,
+        scale=q.shape[3] ** -0.5 if scale is None else scale,
+        normalize=normalize,
+        state=initial_state,
+        output_final_state=output_final_state,
+        chunk_size=chunk_size,
+        one_chunk=form == "auto",
+        precision=precision,
+    )
+    return PolyAttentionOutput(out, normaliser, final_state)
 
 
 def _prepare(

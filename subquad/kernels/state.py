@@ -130,6 +130,21 @@ def square_rows(head_dim: int, device: torch.device) -> Tensor:
     return _upper_triangle(head_dim, device).diagonal
 
 
+def product_rows_within(head_dim: int, wider: int, orders: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return `[rows]`: where the rows of a state stand in that of keys padded with zeros from `head_dim` to `wider`."""
+    rows, start = [], 0
+    for order in orders:
+        upper = torch.triu_indices(wider, wider, device=device)
+        inside = (
+            (upper < head_dim).all(0)
+            if order == 2
+            else torch.arange(order_rows(wider, order), device=device) < (order_rows(head_dim, order))
+        )
+        rows.append(inside.nonzero().squeeze(-1) + start)
+        start += order_rows(wider, order)
+    return torch.cat(rows)
+
+
 def key_features(k: Tensor, orders: tuple[int, ...]) -> Tensor:
     """Pack keys into state rows (differentiable).
 

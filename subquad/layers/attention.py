@@ -153,10 +153,10 @@ class SubquadAttention(nn.Module):
         if self.mixer is None:
             return self.exact_heads(inputs)
         if not self.split.exact:
-            return self.mixer.finish(*self.mixer.parts(inputs, window_only=window_only))
+            return self.mixer.finish(*self.mixer.parts(inputs, window_only=window_only)).to(inputs.v.dtype)
         exact = self.exact_heads(inputs.select(self.split, self.split.exact))
         mixed = self.mixer.parts(inputs.select(self.split, self.split.mixed), window_only=window_only)
-        out = torch.cat([exact, self.mixer.finish(*mixed)], dim=2)
+        out = torch.cat([exact, self.mixer.finish(*mixed).to(exact.dtype)], dim=2)
         order = self.split.query_heads(self.split.exact) + self.split.query_heads(self.split.mixed)
         return out[:, :, torch.tensor(order, device=out.device).argsort()]
 

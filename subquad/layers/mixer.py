@@ -136,12 +136,8 @@ class Mixer(nn.Module):
         elif buffers is not None:
             remember_stream(buffers, written)
             written = past_stream(buffers)
-        queries = self.score.map_queries(q)
-        if config.window:
-            # The numerator is joined with the window before it is divided: in half precision it could overflow.
-            queries = queries.float() if queries.dtype in (torch.float16, torch.bfloat16) else queries
         far = poly_attention(
-            queries,
+            self.score.map_queries(q),
             self.score.map_keys(written.k.to(q.dtype)),
             written.v.to(q.dtype),
             written.log_decay,
@@ -166,7 +162,7 @@ class Mixer(nn.Module):
             near: the window, None for the pure mixer.
 
         Returns:
-            `[B, T, num_heads, head_dim]`.
+            `[B, T, num_heads, head_dim]`; float32 where the far part's numerator is not divided by the sum of weights.
         """
         if far is None:
             assert near is not None, "a mixer has a window or a far part"

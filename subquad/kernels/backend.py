@@ -1,0 +1,104 @@
+"""Which implementation runs the op: Triton kernels or PyTorch, and why."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.errors import ConfigError
+from subquad.kernels.state import MAX_STATE_ORDER
+
+Backend = Literal["auto", "torch", "triton"]
+Precision = Literal["default", "high"]
+BACKENDS = ("auto", "torch", "triton")
+PRECISIONS = ("default", "high")
+
+MAX_HEAD_DIM = 128
+# Tensor cores for bfloat16 and asynchronous copies, which the kernels' tiles rely on.
+_MIN_CAPABILITY = (8, 0)
+
+logger = logging.getLogger(__name__)
+
+
+class Choice(NamedTuple):
+    """A backend and the reason for it, in words."""
+
+    backend: Literal["torch", "triton"]
+    reason: str
+
+
+def interpreting() -> bool:
+    """Return whether Triton kernels run in the interpreter, on the CPU (`TRITON_INTERPRET=1`)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def device_problem(device: torch.device) -> str | None:
+    """Return why the Triton kernels cannot run on a device, or None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install 'subquad[triton]')"
+    if interpreting():
+        return None if device.type == "cpu" else "TRITON_INTERPRET=1 runs the kernels on the CPU only"
+    if device.type != "cuda":
+        return f"the Triton kernels need an NVIDIA GPU; the tensors are on {device.type}"
+    if torch.version.hip is not None:
+        return "the Triton kernels are not validated on AMD GPUs"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _MIN_CAPABILITY:
+        return f"the Triton kernels need compute capability 8.0 (Ampere); this GPU has {'.'.join(map(str, capability))}"
+    return None
+
+
+def input_problem(q: Tensor, k: Tensor, v: Tensor, orders: tuple[int, ...]) -> str | None:
+    """Return why the Triton kernels cannot take these inputs on a device that runs them, or None if they can."""
+    if orders[-1] > MAX_STATE_ORDER:
+        return f"power {orders[-1]} is above {MAX_STATE_ORDER}"
+    if torch.float64 in (q.dtype, k.dtype, v.dtype):
+        return "float64 is computed in PyTorch"
+    widest = max(q.shape[3], v.shape[3])
+    return f"head_dim {widest} is above the {MAX_HEAD_DIM} the tiles hold" if widest > MAX_HEAD_DIM else None
+
+
+def choose_backend(backend: Backend, q: Tensor, k: Tensor, v: Tensor, orders: tuple[int, ...]) -> Choice:
+    """Choose the implementation.
+
+    `auto` takes the Triton kernels on a GPU that runs them, and says once per reason when it does not.
+
+    Args:
+        backend: What the caller asked for.
+        q: `[B, Tq, H, d]`.
+        k: `[B, T, Hkv, d]`.
+        v: `[B, T, Hkv, e]`.
+        orders: The powers with a coefficient.
+
+    Returns:
+        The choice and why.
+
+    Raises:
+        ConfigError: `backend` is unknown, or is `triton` where the kernels cannot run.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"poly_attention: backend {backend!r} is unknown; it must be one of {', '.join(BACKENDS)}.")
+    if backend == "torch":
+        return Choice("torch", "asked for")
+    if backend == "auto" and q.device.type != "cuda":
+        reason = f"the tensors are on {q.device.type}"
+        _say_once(logging.INFO, reason)
+        return Choice("torch", reason)
+    problem = device_problem(q.device) or input_problem(q, k, v, orders)
+    if problem is None:
+        return Choice("triton", "asked for" if backend == "triton" else "the tensors are on an NVIDIA GPU")
+    if backend == "triton":
+        raise ConfigError(f"poly_attention: backend 'triton' cannot run: {problem}. Use backend='auto' or 'torch'.")
+    _say_once(logging.WARNING, problem)
+    return Choice("torch", problem)
+
+
+@functools.cache
+def _say_once(level: int, reason: str) -> None:
+    logger.log(level, "poly_attention runs in PyTorch, not on the Triton kernels: %s", reason)

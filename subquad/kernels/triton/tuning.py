@@ -1,0 +1,138 @@
+"""Tile sizes per kernel, head width, powers and GPU generation: a table, filled from compiler reports and measurements.
+
+Nothing is tuned at import or at the first call. `benchmarks/tune.py` measures candidates on a GPU and prints rows for
+this table; `benchmarks/aot_report.py` shows registers, spills and shared memory of what stands here, without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from subquad.kernels.backend import interpreting
+from subquad.kernels.state import num_rows
+
+
+class Tile(NamedTuple):
+    """Tile sizes of a kernel that walks pairs of tokens.
+
+    Attributes:
+        rows: Tokens per program (queries, or keys in the kernels for dk and dv).
+        inner: Tokens of the other kind per step.
+        num_warps: Warps per program.
+        num_stages: Depth of the load pipeline.
+        block: Width of a block of the products matrix, in kernels that read products.
+    """
+
+    rows: int
+    inner: int
+    num_warps: int
+    num_stages: int
+    block: int = 8
+
+
+class ScanTile(NamedTuple):
+    """Tile sizes of the scan of product states: `block_i x block_j` rows per program, `tokens` per step."""
+
+    block_i: int
+    block_j: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+
+
+class Tiles(NamedTuple):
+    """The tile sizes of every kernel for one GPU generation, head width and set of powers."""
+
+    forward: Tile
+    dq: Tile
+    dk: Tile
+    dv: Tile
+    scan: ScanTile
+    small_scan: ScanTile
+    sums: Tile
+    prepare: Tile
+
+
+_INTERPRETER = Tiles(
+    forward=Tile(16, 16, 4, 1),
+    dq=Tile(16, 16, 4, 1),
+    dk=Tile(16, 16, 4, 1),
+    dv=Tile(16, 16, 4, 1),
+    scan=ScanTile(16, 16, 16, 4, 1),
+    small_scan=ScanTile(8, 8, 16, 4, 1),
+    sums=Tile(16, 16, 4, 1),
+    prepare=Tile(16, 16, 4, 1),
+)
+
+# (compute capability, widest head width, highest power): the tiles.
+_TABLE: dict[tuple[int, int, int], Tiles] = {
+    (90, 64, 2): Tiles(
+        forward=Tile(128, 64, 8, 2),
+        dq=Tile(128, 64, 8, 2),
+        dk=Tile(128, 64, 8, 2),
+        dv=Tile(128, 64, 8, 2),
+        scan=ScanTile(16, 16, 64, 8, 3),
+        small_scan=ScanTile(8, 8, 64, 4, 3),
+        sums=Tile(64, 64, 4, 2),
+        prepare=Tile(64, 64, 4, 1),
+    ),
+}
+
+
+def tiles_for(capability: int, head_dim: int, order: int) -> Tiles:
+    """Return the tiles for a GPU: the nearest row of the table.
+
+    Args:
+        capability: 80 for Ampere, 90 for Hopper, ...; the row for the newest generation not above it is taken.
+        head_dim: The wider of key and value width, at most 128.
+        order: Highest power.
+
+    Returns:
+        The tiles.
+    """
+    known = sorted({key[0] for key in _TABLE})
+    generation = max((known_one for known_one in known if known_one <= capability), default=known[0])
+    return _TABLE[generation, 64 if head_dim <= 64 else 128, min(max(order, 1), 2)]
+
+
+def tiles_on(device: torch.device, head_dim: int, order: int) -> Tiles:
+    """Return the tiles for a device; the interpreter gets tiny ones."""
+    if interpreting():
+        return _INTERPRETER
+    return tiles_for(_capability(device), head_dim, order)
+
+
+def default_chunk_size(head_dim: int, num_groups: int) -> int:
+    """Return the tokens per chunk at which reading and writing states costs less than computing with them.
+
+    Per token a chunk of C costs `4 D e / C` bytes of state traffic and `2 d C G` operations inside the chunk (D product
+    rows, G query heads per key/value head): wide heads and few query heads want long chunks.
+    """
+    return (512 if head_dim <= 64 else 1024) // (1 if num_groups < 4 else 2)
+
+
+def switch_len(head_dim: int, num_groups: int, orders: tuple[int, ...]) -> int:
+    """Return the length up to which one chunk over all tokens, quadratic, needs fewer operations than many chunks.
+
+    Pairs cost `d + e` operations per token and token before it, the state `2 R e (1 + 1 / G)` per token; the operations
+    inside chunks come on top. Both run the same code for pairs.
+    """
+    rows = num_rows(head_dim, orders)
+    return int(rows * (1 + 1 / num_groups)) + default_chunk_size(head_dim, num_groups)
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -7,11 +7,12 @@ import triton.language as tl
 
 from subquad.kernels.triton.launch import Launch, run
 from subquad.kernels.triton.primitives import (
-    edge_factor,
+    RUNTIME_SIZES,
+    causal_factor,
+    decay_factor,
     load_matrix,
     load_symmetric,
     load_tile,
-    pair_factor,
     polynomial,
     query_products,
     store_tile,
@@ -23,9 +24,53 @@ RELATIVE_FLOOR = tl.constexpr(1e-6)
 NO_KEY = tl.constexpr(1e-30)
 
 
-@triton.jit(
-    do_not_specialize=["T", "TQ", "start", "stop", "num_chunks", "num_tiles", "num_pairs", "first_reads", "HKV"]
-)
+@triton.jit
+def _attend_keys(
+    b_out,
+    b_norm,
+    b_bound,
+    b_q,
+    b_size,
+    b_decay,
+    p_k,
+    p_v,
+    p_weight,
+    p_coefs,
+    m_s,
+    scale,
+    HKV,
+    num_heads,
+    d: tl.constexpr,
+    e: tl.constexpr,
+    BS: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    ORDER: tl.constexpr,
+    HAS0: tl.constexpr,
+    HAS2: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add what a tile of queries reads from BS keys; `b_decay` is `[queries, keys]`, or `[1, keys]` for all queries."""
+    b_k = load_tile(p_k, HKV * d, m_s, BS, d, BD)
+    b_v = load_tile(p_v, HKV * e, m_s, BS, e, BE).to(OPERAND)
+    b_weight = tl.load(p_weight + tl.arange(0, BS) * HKV, mask=m_s, other=0.0)
+    b_x = tl.dot(b_q, tl.trans(b_k.to(OPERAND)), input_precision=PRECISION) * scale
+    b_w = polynomial(b_x, p_coefs, num_heads, ORDER) * b_decay
+    b_norm += tl.sum(b_w * b_weight[None, :], 1)
+    if NORMALIZE:
+        if HAS2:
+            b_k32 = b_k.to(tl.float32)
+            b_squares = tl.sum(b_k32 * b_k32, 1) * b_weight
+            b_bound += tl.abs(tl.load(p_coefs + 2 * num_heads)) * b_size * tl.sum(b_decay * b_squares[None, :], 1)
+        if HAS0:
+            b_bound += tl.abs(tl.load(p_coefs)) * tl.sum(b_decay * b_weight[None, :], 1)
+    b_out = tl.dot(b_w.to(OPERAND), b_v, b_out, input_precision=PRECISION)
+    return b_out, b_norm, b_bound
+
+
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def forward_kernel(
     p_q,
     p_k,
@@ -98,11 +143,17 @@ def forward_kernel(
     b_size = tl.sum(b_q32 * b_q32, 1) * (scale * scale)
     b_high_t = tl.zeros([BT], dtype=tl.float32)
     b_low_t = tl.zeros([BT], dtype=tl.float32)
+    high_before = 0.0
+    low_before = 0.0
     if DECAY:
         p_high += sequence * decay_len
         p_low += sequence * decay_len
         b_high_t = tl.load(p_high + o_t)
         b_low_t = tl.load(p_low + o_t)
+        # The decay up to the tile's first query; from there on the tile is on its own.
+        inside = first > start + chunk * chunk_size
+        high_before = tl.load(p_high + first - 1, mask=inside, other=0.0)
+        low_before = tl.load(p_low + first - 1, mask=inside, other=0.0)
     b_out = tl.zeros([BT, BE], dtype=tl.float32)
     b_norm = tl.zeros([BT], dtype=tl.float32)
     b_bound = tl.zeros([BT], dtype=tl.float32)
@@ -138,35 +189,92 @@ def forward_kernel(
             b_norm += tl.load(p_norm) * coef
             b_bound += tl.abs(coef) * tl.load(p_norm)
         if DECAY:
-            b_from_start = edge_factor(b_high_t, b_low_t)
-            b_out *= b_from_start[:, None]
-            b_norm *= b_from_start
-            b_bound *= b_from_start
-    for s in range(start + chunk * chunk_size, tl.minimum(first + BT, stop), BS):
+            before = decay_factor(high_before, low_before, 0.0, 0.0)
+            b_out *= before
+            b_norm *= before
+            b_bound *= before
+    for s in range(start + chunk * chunk_size, first, BS):
         o_s = s + tl.arange(0, BS)
-        m_s = o_s < stop
+        b_decay = tl.zeros([BS], dtype=tl.float32) + 1.0
+        if DECAY:
+            b_decay = decay_factor(high_before, low_before, tl.load(p_high + o_s), tl.load(p_low + o_s))
         first_key = (batch * T + s) * HKV + kv_head
-        b_k = load_tile(p_k + first_key * d, HKV * d, m_s, BS, d, BD)
-        b_v = load_tile(p_v + first_key * e, HKV * e, m_s, BS, e, BE).to(OPERAND)
-        b_weight = tl.load(p_weight + first_key + tl.arange(0, BS) * HKV, mask=m_s, other=0.0)
-        b_high_s = b_weight
-        b_low_s = b_weight
+        b_out, b_norm, b_bound = _attend_keys(
+            b_out,
+            b_norm,
+            b_bound,
+            b_q,
+            b_size,
+            b_decay[None, :],
+            p_k + first_key * d,
+            p_v + first_key * e,
+            p_weight + first_key,
+            p_coefs,
+            o_s < stop,
+            scale,
+            HKV,
+            num_heads,
+            d,
+            e,
+            BS,
+            BD,
+            BE,
+            ORDER,
+            HAS0,
+            HAS2,
+            NORMALIZE,
+            OPERAND,
+            PRECISION,
+        )
+    if DECAY:
+        b_after = decay_factor(b_high_t, b_low_t, high_before, low_before)
+        b_out *= b_after[:, None]
+        b_norm *= b_after
+        b_bound *= b_after
+    for s in range(first, tl.minimum(first + BT, stop), BS):
+        o_s = s + tl.arange(0, BS)
+        b_high_s = tl.zeros([BS], dtype=tl.float32)
+        b_low_s = tl.zeros([BS], dtype=tl.float32)
         if DECAY:
             b_high_s = tl.load(p_high + o_s)
             b_low_s = tl.load(p_low + o_s)
-        b_x = tl.dot(b_q, tl.trans(b_k.to(OPERAND)), input_precision=PRECISION) * scale
-        b_decay = pair_factor(o_t, b_high_t, b_low_t, o_s, b_high_s, b_low_s, DECAY)
-        b_w = polynomial(b_x, p_coefs, num_heads, ORDER) * b_decay
-        b_norm += tl.sum(b_w * b_weight[None, :], 1)
-        if NORMALIZE:
-            b_k32 = b_k.to(tl.float32)
-            if HAS2:
-                b_squares = tl.sum(b_k32 * b_k32, 1) * b_weight
-                coef = tl.abs(tl.load(p_coefs + 2 * num_heads))
-                b_bound += coef * b_size * tl.sum(b_decay * b_squares[None, :], 1)
-            if HAS0:
-                b_bound += tl.abs(tl.load(p_coefs)) * tl.sum(b_decay * b_weight[None, :], 1)
-        b_out = tl.dot(b_w.to(OPERAND), b_v, b_out, input_precision=PRECISION)
+        b_decay = causal_factor(
+            o_t[:, None],
+            b_high_t[:, None],
+            b_low_t[:, None],
+            o_s[None, :],
+            b_high_s[None, :],
+            b_low_s[None, :],
+            DECAY,
+        )
+        first_key = (batch * T + s) * HKV + kv_head
+        b_out, b_norm, b_bound = _attend_keys(
+            b_out,
+            b_norm,
+            b_bound,
+            b_q,
+            b_size,
+            b_decay,
+            p_k + first_key * d,
+            p_v + first_key * e,
+            p_weight + first_key,
+            p_coefs,
+            o_s < stop,
+            scale,
+            HKV,
+            num_heads,
+            d,
+            e,
+            BS,
+            BD,
+            BE,
+            ORDER,
+            HAS0,
+            HAS2,
+            NORMALIZE,
+            OPERAND,
+            PRECISION,
+        )
     o_row = first_row + tl.arange(0, BT) * num_heads
     tl.store(p_normaliser + o_row, b_norm, mask=m_t)
     if NORMALIZE:

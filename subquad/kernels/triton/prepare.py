@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from subquad.kernels.triton.launch import Launch, run
-from subquad.kernels.triton.primitives import edge_factor, load_tile, store_tile
+from subquad.kernels.triton.primitives import RUNTIME_SIZES, decay_factor, load_tile, store_tile
 from subquad.kernels.triton.problem import Outputs, Segment
 
 _LOG2_E = 1.4426950408889634
@@ -73,7 +73,7 @@ def cumulated_decay(log_decay: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]
     return high, (total - high).float()
 
 
-@triton.jit(do_not_specialize=["T", "start", "stop", "num_chunks", "HKV"])
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def prepare_keys_kernel(
     p_k,
     p_v,
@@ -108,9 +108,10 @@ def prepare_keys_kernel(
         last = start + (tile * BT // chunk_size + 1) * chunk_size - 1
         p_high += sequence * decay_len
         p_low += sequence * decay_len
-        b_high = tl.load(p_high + last) - tl.load(p_high + o_t)
-        b_low = tl.load(p_low + last) - tl.load(p_low + o_t)
-        b_v = b_v.to(tl.float32) * edge_factor(b_high, b_low)[:, None]
+        b_edge = decay_factor(
+            tl.load(p_high + last), tl.load(p_low + last), tl.load(p_high + o_t), tl.load(p_low + o_t)
+        )
+        b_v = b_v.to(tl.float32) * b_edge[:, None]
     padded_len = num_chunks * chunk_size
     o_d = tl.arange(0, BD)
     p_transposed = p_keys_t + sequence * d * padded_len + o_d[:, None] * padded_len
@@ -120,7 +121,7 @@ def prepare_keys_kernel(
     store_tile(p_values, e, b_v, o_t >= 0, BT, e, BE)
 
 
-@triton.jit(do_not_specialize=["T", "TQ", "start", "stop", "num_chunks", "HKV"])
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def prepare_gradients_kernel(
     p_q,
     p_out,
@@ -189,7 +190,7 @@ def prepare_gradients_kernel(
         if DECAY:
             b_high = tl.load(p_high + state * decay_len + o_t)
             b_low = tl.load(p_low + state * decay_len + o_t)
-            b_factor *= edge_factor(b_high, b_low)
+            b_factor *= decay_factor(b_high, b_low, 0.0, 0.0)
         p_scaled += (sequence * padded_len + local) * e
         store_tile(p_scaled, e, b_g * b_factor[:, None], m_all, BT, e, BE)
         b_q = load_tile(p_q + row * d, num_heads * d, m_t, BT, d, BD)

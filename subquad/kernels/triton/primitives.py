@@ -9,6 +9,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Arguments that change from call to call: specialising on them (1, or a multiple of 16) would only mean more compiling.
+RUNTIME_SIZES = [
+    "T",
+    "TQ",
+    "start",
+    "stop",
+    "num_chunks",
+    "num_tiles",
+    "num_pairs",
+    "first_reads",
+    "HKV",
+    "ahead",
+    "rows",
+    "row_offset",
+    "width",
+]
+
 
 @triton.jit
 def product_row(i, j, d: tl.constexpr):
@@ -53,21 +70,20 @@ def load_symmetric(p_x, d: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def edge_factor(b_high, b_low):
-    """Return `exp2` of a log decay given as the sum of a coarse and a fine part."""
-    return tl.exp2(tl.minimum(b_high + b_low, 0.0))
+def decay_factor(b_high_t, b_low_t, b_high_s, b_low_s):
+    """Return the decay from s to t, from cumulated log2 decays that broadcast against each other.
+
+    They come as two float32 each: the difference keeps 24 bits where that of single float32 would cancel.
+    """
+    return tl.exp2(tl.minimum((b_high_t - b_high_s) + (b_low_t - b_low_s), 0.0))
 
 
 @triton.jit
-def pair_factor(o_t, b_high_t, b_low_t, o_s, b_high_s, b_low_s, DECAY: tl.constexpr):
-    """Return the decay from key s to query t, `[queries, keys]`; 0 for keys after the query.
-
-    The cumulated decays come as two float32 each: their difference keeps 24 bits where one float32 would cancel.
-    """
-    visible = o_t[:, None] >= o_s[None, :]
+def causal_factor(o_t, b_high_t, b_low_t, o_s, b_high_s, b_low_s, DECAY: tl.constexpr):
+    """Return `decay_factor`, 0 for keys after the query; positions and decays broadcast against each other."""
+    visible = o_t >= o_s
     if DECAY:
-        exponent = (b_high_t[:, None] - b_high_s[None, :]) + (b_low_t[:, None] - b_low_s[None, :])
-        return tl.where(visible, tl.exp2(tl.minimum(exponent, 0.0)), 0.0)
+        return tl.where(visible, decay_factor(b_high_t, b_low_t, b_high_s, b_low_s), 0.0)
     return tl.where(visible, 1.0, 0.0)
 
 
@@ -161,3 +177,26 @@ def contract_products(
         b_x = tl.load(p_x + tl.arange(0, BR) * row_stride + i, mask=m_rows, other=0.0).to(tl.float32)
         b_out += tl.dot(b_y, b_s, input_precision=PRECISION) * (2.0 * b_x)[:, None]
     return b_out
+
+
+@triton.jit
+def load_queries(
+    p_q,
+    p_gradient,
+    p_normaliser_gradient,
+    first_row,
+    local_row,
+    m_t,
+    num_heads,
+    d: tl.constexpr,
+    e: tl.constexpr,
+    BS: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """Load BS queries of one head and the gradients of what they read, which are 0 where there is no query."""
+    b_q = load_tile(p_q + first_row * d, num_heads * d, m_t, BS, d, BD).to(OPERAND)
+    b_g = load_tile(p_gradient + local_row * e, e, tl.arange(0, BS) >= 0, BS, e, BE)
+    b_g1 = tl.load(p_normaliser_gradient + local_row + tl.arange(0, BS))
+    return b_q, b_g, b_g1

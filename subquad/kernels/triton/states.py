@@ -15,13 +15,13 @@ from torch import Tensor
 from subquad.kernels.state import multiplicity
 from subquad.kernels.triton.launch import Launch, run
 from subquad.kernels.triton.prepare import KeyWorkspace, QueryGradients, ScanInput
-from subquad.kernels.triton.primitives import edge_factor, load_tile, product_row
+from subquad.kernels.triton.primitives import RUNTIME_SIZES, decay_factor, load_tile, product_row
 from subquad.kernels.triton.problem import Carry, Segment, States, block_pairs, padded, scan_tile
 
 _CARRY_BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["num_chunks", "row_offset", "rows"])
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def scan_products_kernel(
     p_xt,
     p_y,
@@ -105,7 +105,7 @@ def scan_products_kernel(
         tl.store(p_final + o_carry + o_state, b_state, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "T", "ahead", "start", "stop", "HKV"])
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def sum_rest_kernel(
     p_x,
     p_y,
@@ -192,10 +192,10 @@ def sum_rest_kernel(
                 b_high = tl.load(p_high + o_t, mask=m_t, other=0.0)
                 b_low = tl.load(p_low + o_t, mask=m_t, other=0.0)
                 if REVERSE:
-                    b_edge = edge_factor(b_high, b_low)
+                    b_edge = decay_factor(b_high, b_low, 0.0, 0.0)
                 else:
                     last = chunk_start + chunk_size - 1
-                    b_edge = edge_factor(tl.load(p_high + last) - b_high, tl.load(p_low + last) - b_low)
+                    b_edge = decay_factor(tl.load(p_high + last), tl.load(p_low + last), b_high, b_low)
             b_y1 = tl.load(p_y1 + row_y + o_local * stride, mask=m_x, other=0.0) * b_edge
             b_x32 = b_x.to(tl.float32)
             if HAS0 or HAS1:
@@ -224,7 +224,7 @@ def sum_rest_kernel(
         tl.store(p_norm + rest + product_row(o_d[:, None], o_d[None, :], d), b_z2, mask=upper)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "width"])
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def carry_kernel(
     p_rest,
     p_total,

@@ -91,7 +91,7 @@ def forward_and_backward(
         q = torch.zeros(1, seq_len, 16, head_dim, dtype=dtype)
         k = torch.zeros(1, seq_len, 4, head_dim, dtype=dtype)
         weight = torch.zeros(1, seq_len, 4)
-        coefs = torch.zeros(max(powers) + 1, 16)
+        coefs = torch.zeros(3, 16)
         problem = make_problem(q, k, k, weight, weight, coefs, powers, 0.125, chunk, "default", tiles)
         state = Carry(torch.zeros(4, problem.num_rows, head_dim), torch.zeros(4, problem.num_rows)) if chunked else None
         outputs, _ = run_forward(problem, normalize, state, chunked)

@@ -161,14 +161,15 @@ def _on_triton(
     if log_decay is not None:
         finite, resets = split_resets(log_decay.float())
         log_decay = finite.masked_fill(resets, LOWEST_LOG_DECAY)
-    dense = [torch.as_tensor(coef, dtype=torch.float32, device=q.device).expand(q.shape[2]) for coef in coefs]
+    by_power = (*coefs, *[0.0] * (MAX_STATE_ORDER + 1))[: MAX_STATE_ORDER + 1]
+    dense = [torch.as_tensor(coef, dtype=torch.float32, device=q.device).expand(q.shape[2]) for coef in by_power]
     out, normaliser, final_state = triton_attention(
         q,
         k,
         v,
         weight,
         log_decay,
-        torch.stack(dense[: orders[-1] + 1]),
+        torch.stack(dense),
         orders,
         scale=q.shape[3] ** -0.5 if scale is None else scale,
         normalize=normalize,

@@ -14,6 +14,7 @@ from torch import Tensor
 from subquad.kernels.backend import Precision
 from subquad.kernels.state import PolyState, num_rows, product_rows_within
 from subquad.kernels.triton.attention import make_problem, run_backward, run_forward
+from subquad.kernels.triton.decode import MAX_QUERIES, MAX_TOKENS, decode
 from subquad.kernels.triton.problem import Carry, Outputs
 from subquad.kernels.triton.tuning import default_chunk_size, switch_len
 
@@ -191,6 +192,53 @@ def _backward(
 _poly_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
+@torch.library.custom_op("subquad::poly_decode", mutates_args=())
+def _poly_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    coefs: Tensor,
+    log_decay: Tensor | None,
+    values: Tensor,
+    normaliser: Tensor,
+    orders: Sequence[int],
+    scale: float,
+    normalize: bool,
+    output_final: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, weight = (x.contiguous() for x in (q, k, v, weight))
+    state = Carry(values.contiguous(), normaliser.contiguous())
+    outputs, final = decode(q, k, v, weight, log_decay, coefs, tuple(orders), scale, state, normalize, output_final)
+    if final is None:
+        final = Carry(weight.new_empty(0), weight.new_empty(0))
+    return outputs.out, outputs.normaliser, final.values, final.normaliser
+
+
+@_poly_decode.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    coefs: Tensor,
+    log_decay: Tensor | None,
+    values: Tensor,
+    normaliser: Tensor,
+    orders: Sequence[int],
+    scale: float,
+    normalize: bool,
+    output_final: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out = q.new_empty(*q.shape[:3], v.shape[3], dtype=q.dtype if normalize else torch.float32)
+    return (
+        out,
+        weight.new_empty(q.shape[:3]),
+        weight.new_empty(values.shape if output_final else (0,)),
+        weight.new_empty(normaliser.shape if output_final else (0,)),
+    )
+
+
 def _checked(precision: str) -> Precision:
     return "high" if precision == "high" else "default"
 
@@ -199,6 +247,13 @@ def _carry(values: Tensor | None, normaliser: Tensor | None) -> Carry | None:
     if values is None or normaliser is None:
         return None
     return Carry(values.contiguous(), normaliser.contiguous())
+
+
+def _decodes(tensors: tuple[Tensor | None, ...], seq_len: int, num_queries: int) -> bool:
+    """Return whether the decode kernels apply: a state, few tokens, no gradient."""
+    if tensors[6] is None or seq_len > MAX_TOKENS or num_queries > MAX_QUERIES:
+        return False
+    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
 
 
 def triton_attention(
@@ -226,7 +281,7 @@ def triton_attention(
         v: `[B, T, Hkv, e]`, multiplied by the key weight.
         weight: `[B, T, Hkv]` float32, the key weight.
         log_decay: `[B, T, Hkv]` float32, finite (a reset is a decay too small for float32), or None.
-        coefs: `[order + 1, H]` float32.
+        coefs: `[3, H]` float32, 0 for powers that are not there.
         orders: The powers that have state rows, at most 2.
         scale: Factor on q . k.
         normalize: Whether to divide by the sum of weights, guarded as in `normalise.py`.
@@ -257,22 +312,15 @@ def triton_attention(
         if kept is not None:
             values = values.new_zeros(values.shape[0], rows, values.shape[2]).index_copy(1, kept, values)
             normaliser = normaliser.new_zeros(normaliser.shape[0], rows).index_copy(1, kept, normaliser)
-    out, total, _, final_values, final_normaliser = _poly_forward(
-        q,
-        k,
-        v,
-        weight,
-        coefs,
-        log_decay,
-        values,
-        normaliser,
-        list(orders),
-        scale,
-        chunk_size,
-        precision,
-        normalize,
-        output_final_state,
-    )
+    tensors = (q, k, v, weight, coefs, log_decay, values, normaliser)
+    if _decodes(tensors, seq_len, q.shape[1] * groups):
+        out, total, final_values, final_normaliser = _poly_decode(
+            *tensors, list(orders), scale, normalize, output_final_state
+        )
+    else:
+        out, total, _, final_values, final_normaliser = _poly_forward(
+            *tensors, list(orders), scale, chunk_size, precision, normalize, output_final_state
+        )
     if not output_final_state:
         return out, total, None
     if kept is not None:

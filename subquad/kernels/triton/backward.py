@@ -28,7 +28,7 @@ class KeyGradients(NamedTuple):
         v: `[B, T, Hkv, e]`.
         weight: `[B, T, Hkv]` float32.
         log_decay: `[B, T, Hkv]` float32, or None without decay.
-        coefs: `[order + 1, H]` float32, or None where nobody asks.
+        coefs: `[3, H]` float32, or None where nobody asks.
     """
 
     q: Tensor
@@ -63,11 +63,10 @@ def backward_segment(
         grads: Written at the segment's positions; `coefs` is added to.
     """
     problem = segment.problem
-    order = problem.coefs.shape[0] - 1
     length = segment.padded_len
     heads, states_shape = problem.num_states * problem.num_groups, (problem.num_states, length)
     zeros = problem.weight.new_zeros
-    inside, read = zeros(order + 1, heads, length), zeros(order + 1, heads, length)
+    inside, read = zeros(3, heads, length), zeros(3, heads, length)
     key_inside, written = zeros(states_shape), zeros(states_shape)
     _launch_dq(segment, queries, states, grads, inside, read)
     for kernel, tile, own in (

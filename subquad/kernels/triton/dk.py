@@ -34,7 +34,9 @@ def _dk_from_queries(
     p_coefs,
     scale,
     num_heads,
-    ORDER: tl.constexpr,
+    HAS0: tl.constexpr,
+    HAS1: tl.constexpr,
+    HAS2: tl.constexpr,
     READS: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -44,8 +46,8 @@ def _dk_from_queries(
     b_dw = tl.dot(b_v, tl.trans(b_g), input_precision=PRECISION) + b_weight[:, None] * b_g1[None, :]
     b_dw *= b_decay
     if READS:
-        b_inside += tl.sum(b_dw * polynomial(b_x, p_coefs, num_heads, ORDER), 1)
-    b_dx = b_dw * (polynomial_slope(b_x, p_coefs, num_heads, ORDER) * scale)
+        b_inside += tl.sum(b_dw * polynomial(b_x, p_coefs, num_heads, HAS0, HAS1, HAS2), 1)
+    b_dx = b_dw * (polynomial_slope(b_x, p_coefs, num_heads, HAS1, HAS2) * scale)
     b_dk = tl.dot(b_dx.to(OPERAND), b_q, b_dk, input_precision=PRECISION)
     return b_dk, b_inside
 
@@ -83,7 +85,6 @@ def dk_kernel(
     BS: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
-    ORDER: tl.constexpr,
     HAS0: tl.constexpr,
     HAS1: tl.constexpr,
     HAS2: tl.constexpr,
@@ -189,7 +190,9 @@ def dk_kernel(
                 p_coefs + head,
                 scale,
                 num_heads,
-                ORDER,
+                HAS0,
+                HAS1,
+                HAS2,
                 READS,
                 OPERAND,
                 PRECISION,
@@ -246,7 +249,9 @@ def dk_kernel(
                 p_coefs + head,
                 scale,
                 num_heads,
-                ORDER,
+                HAS0,
+                HAS1,
+                HAS2,
                 READS,
                 OPERAND,
                 PRECISION,

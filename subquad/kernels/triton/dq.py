@@ -41,7 +41,6 @@ def _dq_from_keys(
     BS: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
-    ORDER: tl.constexpr,
     HAS0: tl.constexpr,
     HAS1: tl.constexpr,
     HAS2: tl.constexpr,
@@ -63,7 +62,7 @@ def _dq_from_keys(
             b_inside1 += tl.sum(b_dw * b_x, 1)
         if HAS2:
             b_inside2 += tl.sum(b_dw * b_x * b_x, 1)
-    b_dx = b_dw * (polynomial_slope(b_x, p_coefs, num_heads, ORDER) * scale)
+    b_dx = b_dw * (polynomial_slope(b_x, p_coefs, num_heads, HAS1, HAS2) * scale)
     b_dq = tl.dot(b_dx.to(OPERAND), b_k, b_dq, input_precision=PRECISION)
     return b_dq, b_inside0, b_inside1, b_inside2
 
@@ -102,7 +101,6 @@ def dq_kernel(
     BS: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
-    ORDER: tl.constexpr,
     HAS0: tl.constexpr,
     HAS1: tl.constexpr,
     HAS2: tl.constexpr,
@@ -114,7 +112,7 @@ def dq_kernel(
 ):
     """Compute dq of one tile of one head.
 
-    `p_inside` and `p_read` `[order + 1, B * H, padded]` receive, per query and power n, the gradient of coefficient n
+    `p_inside` and `p_read` `[3, B * H, padded]` receive, per query and power n, the gradient of coefficient n
     by way of the chunk's keys and by way of the state.
     """
     pid = tl.program_id(0)
@@ -221,7 +219,6 @@ def dq_kernel(
             BS,
             BD,
             BE,
-            ORDER,
             HAS0,
             HAS1,
             HAS2,
@@ -273,7 +270,6 @@ def dq_kernel(
             BS,
             BD,
             BE,
-            ORDER,
             HAS0,
             HAS1,
             HAS2,

@@ -31,13 +31,15 @@ def _dv_from_queries(
     p_coefs,
     scale,
     num_heads,
-    ORDER: tl.constexpr,
+    HAS0: tl.constexpr,
+    HAS1: tl.constexpr,
+    HAS2: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add to dv and the key weight's gradient what comes from some queries; `b_decay` as in `_dk_from_queries`."""
     b_x = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale
-    b_w = polynomial(b_x, p_coefs, num_heads, ORDER) * b_decay
+    b_w = polynomial(b_x, p_coefs, num_heads, HAS0, HAS1, HAS2) * b_decay
     b_d_weight += tl.sum(b_w * b_g1[None, :], 1)
     b_dv = tl.dot(b_w.to(OPERAND), b_g, b_dv, input_precision=PRECISION)
     return b_dv, b_d_weight
@@ -80,7 +82,6 @@ def dv_kernel(
     BD: tl.constexpr,
     BE: tl.constexpr,
     BP: tl.constexpr,
-    ORDER: tl.constexpr,
     HAS0: tl.constexpr,
     HAS1: tl.constexpr,
     HAS2: tl.constexpr,
@@ -195,7 +196,9 @@ def dv_kernel(
                 p_coefs + head,
                 scale,
                 num_heads,
-                ORDER,
+                HAS0,
+                HAS1,
+                HAS2,
                 OPERAND,
                 PRECISION,
             )
@@ -247,7 +250,9 @@ def dv_kernel(
                 p_coefs + head,
                 scale,
                 num_heads,
-                ORDER,
+                HAS0,
+                HAS1,
+                HAS2,
                 OPERAND,
                 PRECISION,
             )

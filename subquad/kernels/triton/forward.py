@@ -7,6 +7,8 @@ import triton.language as tl
 
 from subquad.kernels.triton.launch import Launch, run
 from subquad.kernels.triton.primitives import (
+    NO_KEY,
+    RELATIVE_FLOOR,
     RUNTIME_SIZES,
     causal_factor,
     decay_factor,
@@ -18,10 +20,6 @@ from subquad.kernels.triton.primitives import (
     store_tile,
 )
 from subquad.kernels.triton.problem import Outputs, Segment, States
-
-# `normalise.py` has the same two numbers.
-RELATIVE_FLOOR = tl.constexpr(1e-6)
-NO_KEY = tl.constexpr(1e-30)
 
 
 @triton.jit
@@ -45,8 +43,8 @@ def _attend_keys(
     BS: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
-    ORDER: tl.constexpr,
     HAS0: tl.constexpr,
+    HAS1: tl.constexpr,
     HAS2: tl.constexpr,
     NORMALIZE: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -57,7 +55,7 @@ def _attend_keys(
     b_v = load_tile(p_v, HKV * e, m_s, BS, e, BE).to(OPERAND)
     b_weight = tl.load(p_weight + tl.arange(0, BS) * HKV, mask=m_s, other=0.0)
     b_x = tl.dot(b_q, tl.trans(b_k.to(OPERAND)), input_precision=PRECISION) * scale
-    b_w = polynomial(b_x, p_coefs, num_heads, ORDER) * b_decay
+    b_w = polynomial(b_x, p_coefs, num_heads, HAS0, HAS1, HAS2) * b_decay
     b_norm += tl.sum(b_w * b_weight[None, :], 1)
     if NORMALIZE:
         if HAS2:
@@ -105,7 +103,6 @@ def forward_kernel(
     BD: tl.constexpr,
     BE: tl.constexpr,
     BP: tl.constexpr,
-    ORDER: tl.constexpr,
     HAS0: tl.constexpr,
     HAS1: tl.constexpr,
     HAS2: tl.constexpr,
@@ -219,8 +216,8 @@ def forward_kernel(
             BS,
             BD,
             BE,
-            ORDER,
             HAS0,
+            HAS1,
             HAS2,
             NORMALIZE,
             OPERAND,
@@ -268,8 +265,8 @@ def forward_kernel(
             BS,
             BD,
             BE,
-            ORDER,
             HAS0,
+            HAS1,
             HAS2,
             NORMALIZE,
             OPERAND,

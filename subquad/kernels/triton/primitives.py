@@ -22,9 +22,16 @@ RUNTIME_SIZES = [
     "HKV",
     "ahead",
     "rows",
+    "rows_per_program",
     "row_offset",
+    "splits",
     "width",
 ]
+
+
+# `normalise.py` has the same two numbers.
+RELATIVE_FLOOR = tl.constexpr(1e-6)
+NO_KEY = tl.constexpr(1e-30)
 
 
 @triton.jit
@@ -88,22 +95,28 @@ def causal_factor(o_t, b_high_t, b_low_t, o_s, b_high_s, b_low_s, DECAY: tl.cons
 
 
 @triton.jit
-def polynomial(b_x, p_coefs, coef_stride, ORDER: tl.constexpr):
-    """Evaluate `sum_n coefs[n] x**n` by Horner's rule."""
-    b_y = tl.zeros_like(b_x) + tl.load(p_coefs + ORDER * coef_stride)
-    for n in tl.static_range(ORDER - 1, -1, -1):
-        b_y = b_y * b_x + tl.load(p_coefs + n * coef_stride)
+def polynomial(b_x, p_coefs, coef_stride, HAS0: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr):
+    """Evaluate `c_0 + c_1 x + c_2 x**2`, without the powers that are not there."""
+    b_y = tl.zeros_like(b_x)
+    if HAS2:
+        b_y = b_x * tl.load(p_coefs + 2 * coef_stride)
+    if HAS1:
+        b_y += tl.load(p_coefs + coef_stride)
+    if HAS1 or HAS2:
+        b_y *= b_x
+    if HAS0:
+        b_y += tl.load(p_coefs)
     return b_y
 
 
 @triton.jit
-def polynomial_slope(b_x, p_coefs, coef_stride, ORDER: tl.constexpr):
+def polynomial_slope(b_x, p_coefs, coef_stride, HAS1: tl.constexpr, HAS2: tl.constexpr):
     """Evaluate the derivative of `polynomial`."""
     b_y = tl.zeros_like(b_x)
-    if ORDER > 0:
-        b_y += ORDER * tl.load(p_coefs + ORDER * coef_stride)
-        for n in tl.static_range(ORDER - 1, 0, -1):
-            b_y = b_y * b_x + n * tl.load(p_coefs + n * coef_stride)
+    if HAS2:
+        b_y = b_x * (2.0 * tl.load(p_coefs + 2 * coef_stride))
+    if HAS1:
+        b_y += tl.load(p_coefs + coef_stride)
     return b_y
 
 

@@ -95,7 +95,7 @@ class Problem:
         high: `[B * Hkv, padded T]` float32, log2 of the decay since the start of the token's chunk, coarse part; None
             without decay.
         low: The fine part.
-        coefs: `[order + 1, H]` float32, dense.
+        coefs: `[3, H]` float32; 0 for powers that are not there.
         orders: The powers that have state rows.
         scale: Factor on q . k.
         chunk_size: Tokens per chunk, a multiple of every tile.
@@ -218,7 +218,6 @@ class Segment:
             "BT": tile.rows,
             "BS": tile.inner,
             "BP": tile.block,
-            "ORDER": problem.coefs.shape[0] - 1,
         }
 
     def state_arguments(self, states: States | None, tile: Tile) -> dict[str, Any]:

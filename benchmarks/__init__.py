@@ -1,0 +1,1 @@
+"""Measurements of subquad that are not tests: run them as scripts from a checkout."""

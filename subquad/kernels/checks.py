@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from subquad.errors import ConfigError
+from subquad.kernels.backend import PRECISIONS
 from subquad.kernels.state import MAX_STATE_ORDER, Coefs, PolyState, active_orders, num_rows
 
 MAX_ORDER = 10
@@ -80,6 +81,11 @@ def check_form(
             f"form 'recurrent' takes one token, got {num_queries} queries and {num_keys} keys; use 'chunked'"
         )
     _raise(problems)
+
+
+def check_precision(precision: str) -> None:
+    """Raise `ConfigError` unless the precision is a known one."""
+    _raise([] if precision in PRECISIONS else [f"precision {precision!r} must be one of {', '.join(PRECISIONS)}"])
 
 
 def check_state(state: PolyState, k: Tensor, v: Tensor, orders: tuple[int, ...]) -> None:

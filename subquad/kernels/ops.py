@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.backend import Backend, Precision, choose_backend
-from subquad.kernels.checks import check_coefs, check_form, check_shapes, check_state
+from subquad.kernels.checks import check_coefs, check_form, check_precision, check_shapes, check_state
 from subquad.kernels.chunked import chunked_attention
 from subquad.kernels.cost import DEFAULT_CHUNK_SIZE, cheapest_chunk_size
 from subquad.kernels.decay import LOWEST_LOG_DECAY, split_resets
@@ -99,6 +99,7 @@ def poly_attention(
     orders = active_orders(coefs)
     needs_state = initial_state is not None or output_final_state
     check_form(form, orders, q.shape[1], k.shape[1], needs_state, chunk_size)
+    check_precision(precision)
     if initial_state is not None:
         check_state(initial_state, k, v, orders)
     # The op keeps its own precision inside a caller's autocast region.

@@ -207,7 +207,7 @@ def run(case: Case, form: str, chunk_size: int | None = None) -> dict[str, Tenso
             chunk_size=chunk_size,
             form=form,
         )
-        return _named([result])
+        return named([result])
     state, steps = case.state, []
     ahead = case.k.shape[1] - case.q.shape[1]
     for t in range(case.k.shape[1]):
@@ -228,10 +228,10 @@ def run(case: Case, form: str, chunk_size: int | None = None) -> dict[str, Tenso
         )
         state = step.final_state
         steps.append(step)
-    return _named(steps[ahead:])
+    return named(steps[ahead:])
 
 
-def _named(results: list) -> dict[str, Tensor]:
+def named(results: list) -> dict[str, Tensor]:
     named = {name: torch.cat([getattr(part, name) for part in results], dim=1) for name in ("out", "normaliser")}
     state = results[-1].final_state
     return named if state is None else named | {"state.values": state.values, "state.normaliser": state.normaliser}

@@ -16,8 +16,9 @@ from subquad.kernels.state import MAX_STATE_ORDER
 
 Backend = Literal["auto", "torch", "triton"]
 Precision = Literal["default", "high"]
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS: tuple[Backend, ...] = ("auto", "torch", "triton")
 PRECISIONS = ("default", "high")
+BACKEND_VARIABLE = "SUBQUAD_BACKEND"
 
 MAX_HEAD_DIM = 128
 # Tensor cores for bfloat16 and asynchronous copies, which the kernels' tiles rely on.
@@ -64,10 +65,26 @@ def input_problem(q: Tensor, k: Tensor, v: Tensor, orders: tuple[int, ...]) -> s
     return f"head_dim {widest} is above the {MAX_HEAD_DIM} the tiles hold" if widest > MAX_HEAD_DIM else None
 
 
+def backend_from_environment() -> Backend:
+    """Return what `auto` stands for: the environment variable `SUBQUAD_BACKEND`, or `auto` itself if that is not set.
+
+    Raises:
+        ConfigError: The variable holds something else than a backend.
+    """
+    named = os.environ.get(BACKEND_VARIABLE) or "auto"
+    for backend in BACKENDS:
+        if named == backend:
+            return backend
+    raise ConfigError(
+        f"{BACKEND_VARIABLE} is {named!r}; it must be one of {', '.join(BACKENDS)}. Correct it or unset it."
+    )
+
+
 def choose_backend(backend: Backend, q: Tensor, k: Tensor, v: Tensor, orders: tuple[int, ...]) -> Choice:
     """Choose the implementation.
 
-    `auto` takes the Triton kernels on a GPU that runs them, and says once per reason when it does not.
+    `auto` is what the environment variable `SUBQUAD_BACKEND` names. Where that is not set, it takes the Triton kernels
+    on a GPU that runs them, and says once per reason when it does not.
 
     Args:
         backend: What the caller asked for.
@@ -80,21 +97,25 @@ def choose_backend(backend: Backend, q: Tensor, k: Tensor, v: Tensor, orders: tu
         The choice and why.
 
     Raises:
-        ConfigError: `backend` is unknown, or is `triton` where the kernels cannot run.
+        ConfigError: `backend` or the variable is unknown, or is `triton` where the kernels cannot run.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"poly_attention: backend {backend!r} is unknown; it must be one of {', '.join(BACKENDS)}.")
+    asked = "asked for"
+    if backend == "auto":
+        backend = backend_from_environment()
+        asked = f"{BACKEND_VARIABLE}={backend}"
     if backend == "torch":
-        return Choice("torch", "asked for")
+        return Choice("torch", asked)
     if backend == "auto" and q.device.type != "cuda":
         reason = f"the tensors are on {q.device.type}"
         _say_once(logging.INFO, reason)
         return Choice("torch", reason)
     problem = device_problem(q.device) or input_problem(q, k, v, orders)
     if problem is None:
-        return Choice("triton", "asked for" if backend == "triton" else "the tensors are on an NVIDIA GPU")
+        return Choice("triton", asked if backend == "triton" else "the tensors are on an NVIDIA GPU")
     if backend == "triton":
-        raise ConfigError(f"poly_attention: backend 'triton' cannot run: {problem}. Use backend='auto' or 'torch'.")
+        raise ConfigError(f"poly_attention: backend 'triton' ({asked}) cannot run: {problem}. Use 'auto' or 'torch'.")
     _say_once(logging.WARNING, problem)
     return Choice("torch", problem)
 

@@ -37,5 +37,5 @@ $(VENV)/.installed-demo: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed-demo
-	$(PIP) -c constraints.txt -e '.[demo,eval,dev]'
+	$(PIP) -c constraints.txt -e '.[demo,eval,triton,dev]'
 	touch $@

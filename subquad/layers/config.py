@@ -50,6 +50,8 @@ class MixerConfig(BaseModel):
         sinks: number of first tokens of a document scored exactly and never decayed.
         mix_reference: unit of the far part's weight. `near`: far weights are multiples of the window's own mass
             (robust where logits are large); `absolute`: the score as it is.
+        precision: of the far part's matrix products on a GPU, see `subquad.kernels.poly_attention`; `high` where
+            queries are nearly orthogonal to what their keys have in common.
         exact_kv_heads: key/value heads of this layer that stay exact softmax over all tokens.
         causal: whether a token sees only itself and the past.
     """
@@ -79,6 +81,7 @@ class MixerConfig(BaseModel):
     window: Annotated[int, Field(ge=0)] = 0
     sinks: Annotated[int, Field(ge=0)] = 0
     mix_reference: Literal["near", "absolute"] = "near"
+    precision: Literal["default", "high"] = "default"
     exact_kv_heads: tuple[Annotated[int, Field(ge=0)], ...] = ()
     causal: bool = True
 

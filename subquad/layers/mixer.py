@@ -147,6 +147,7 @@ class Mixer(nn.Module):
             normalize=config.normalised and not config.window,
             initial_state=state,
             output_final_state=state is not None,
+            precision=config.precision,
         )
         if buffers is not None and far.final_state is not None:
             buffers["values"] = far.final_state.values

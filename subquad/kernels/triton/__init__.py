@@ -1,0 +1,1 @@
+"""Triton kernels of the op, for NVIDIA GPUs; `docs/kernels.md` explains them. Importing them needs triton."""

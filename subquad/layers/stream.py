@@ -74,29 +74,8 @@ def gather_sinks(
         merged.append(room.scatter(1, index, new)[:, :sinks])
         if buffers is not None:
             buffers[name] = merged[-1].to(buffers[name].dtype, copy=True)
-    visible = torch.arange(sinks, device=k.device) < rank[..., None]
-    return SinkTokens(merged[0], merged[1], visible)
-
-
-def gather_document_sinks(k: Tensor, v: Tensor, starts: Tensor, sinks: int) -> SinkTokens:
-    """Collect for every query the sink tokens of its own packed document, up to itself.
-
-    Args:
-        k: `[B, T, num_kv_heads, head_dim]`.
-        v: `[B, T, num_kv_heads, head_dim]`.
-        starts: `[B, T]` bool, True at the first token of every document after the row's first.
-        sinks: S, sinks per document.
-
-    Returns:
-        S slots per query, whatever the number of documents.
-    """
-    steps = torch.arange(k.shape[1], device=k.device)
-    first = torch.where(starts, steps, 0).cummax(1).values
-    position = first[..., None] + torch.arange(sinks, device=k.device)
-    visible = position <= steps[:, None]
-    rows = torch.arange(k.shape[0], device=k.device)[:, None, None]
-    position = position.clamp(max=k.shape[1] - 1)
-    return SinkTokens(k[rows, position], v[rows, position], visible)
+    first_query = (rank[..., None] <= torch.arange(sinks, device=k.device)).sum(1)
+    return SinkTokens(merged[0], merged[1], first_query)
 
 
 class WindowStream:
@@ -137,11 +116,11 @@ class WindowStream:
         Returns:
             Output and log normaliser of the exact part.
         """
-        documents, starts = self.sequence.documents, self.sequence.document_starts
-        sinks = None
-        if self.sinks and starts is not None:
-            sinks = gather_document_sinks(k, v, starts, self.sinks)
-        elif self.sinks:
+        documents, real = self.sequence.documents, self.sequence.real
+        if self.buffers is None and (real is None or documents is not None):
+            return window_attention(q, k, v, window=self.window, valid=real, documents=documents, sinks=self.sinks)
+        sinks: SinkTokens | int = 0
+        if self.sinks:
             sinks = gather_sinks(k, v, self.rank, self.is_sink, self.sinks, self.buffers)
         valid = self.takes
         if self.buffers is not None:
@@ -149,7 +128,7 @@ class WindowStream:
             valid = torch.cat([self.buffers["window_valid"], valid], dim=1)
             k = shift_through(k, self.window, "window_keys", self.buffers)
             v = shift_through(v, self.window, "window_values", self.buffers)
-        return window_attention(q, k, v, window=self.window, valid=valid, documents=documents, sinks=sinks)
+        return window_attention(q, k, v, window=self.window, valid=valid, sinks=sinks)
 
     def delay(self, k: Tensor, v: Tensor, log_decay: Tensor | None, shared: tuple[Tensor, Tensor] | None) -> FarStream:
         """Delay the far stream by the window.

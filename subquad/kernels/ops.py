@@ -58,8 +58,8 @@ def poly_attention(
     `out_t = sum_s w_ts v_s / sum_s w_ts`. Powers 1 and 2 with decay: Mongaras & Larson, 2Mamba2Furious (arXiv
     2602.17363); the truncated Taylor series: the same, On the Expressiveness of Softmax Attention (arXiv 2507.23632).
     All forms compute the same values and gradients. In PyTorch that is in float32 whatever the inputs' dtype and
-    whatever autocast says (in float64 for float64 inputs); the Triton kernels multiply in the inputs' precision and
-    accumulate in float32.
+    whatever autocast says (in float64 for float64 inputs); the Triton kernels multiply in the inputs' precision (under
+    autocast, in its dtype) and accumulate in float32.
 
     Args:
         q: `[B, Tq, H, d]`. With `Tq < T` the queries are the last positions: query i is at key position `T - Tq + i`.
@@ -102,10 +102,14 @@ def poly_attention(
     check_precision(precision)
     if initial_state is not None:
         check_state(initial_state, k, v, orders)
-    # The op keeps its own precision inside a caller's autocast region.
+    on_triton = form != "quadratic" and choose_backend(backend, q, k, v, orders).backend == "triton"
+    if on_triton and torch.is_autocast_enabled(q.device.type):
+        # As for PyTorch's own attention: rotary embeddings and maps may have left q and k in float32.
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    # Nothing inside is for autocast to change.
     with torch.autocast(q.device.type, enabled=False):
         inputs = (q, k, v, log_decay, key_weight, coefs, scale, initial_state)
-        if form != "quadratic" and choose_backend(backend, q, k, v, orders).backend == "triton":
+        if on_triton:
             return _on_triton(*inputs, normalize, output_final_state, chunk_size, form, precision)
         return _in_torch(_prepare(*inputs), normalize, output_final_state, chunk_size, form, q.dtype)
 

@@ -38,9 +38,11 @@ def _poly_forward(
     normalize: bool,
     output_final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    problem = make_problem(q, k, v, weight, log_decay, coefs, tuple(orders), scale, chunk_size, _checked(precision))
-    initial = _carry(initial_values, initial_normaliser)
-    outputs, final = run_forward(problem, normalize, initial, output_final)
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device_of(q):
+        problem = make_problem(q, k, v, weight, log_decay, coefs, tuple(orders), scale, chunk_size, _checked(precision))
+        initial = _carry(initial_values, initial_normaliser)
+        outputs, final = run_forward(problem, normalize, initial, output_final)
     if final is None:
         final = Carry(weight.new_empty(0), weight.new_empty(0))
     return outputs.out, outputs.normaliser, outputs.safe, final.values, final.normaliser
@@ -98,10 +100,15 @@ def _poly_backward(
     precision: str,
     needs_coefs: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    problem = make_problem(q, k, v, weight, log_decay, coefs, tuple(orders), scale, chunk_size, _checked(precision))
-    outputs = Outputs(d_out if out is None else out, normaliser, safe, normalize=out is not None)
-    initial, d_final = _carry(initial_values, initial_normaliser), _carry(d_final_values, d_final_normaliser)
-    grads, d_initial = run_backward(problem, outputs, initial, d_out.contiguous(), d_normaliser, d_final, needs_coefs)
+    if d_normaliser is not None:
+        d_normaliser = d_normaliser.contiguous()
+    with torch.cuda.device_of(q):
+        problem = make_problem(q, k, v, weight, log_decay, coefs, tuple(orders), scale, chunk_size, _checked(precision))
+        outputs = Outputs(d_out if out is None else out, normaliser, safe, normalize=out is not None)
+        initial, d_final = _carry(initial_values, initial_normaliser), _carry(d_final_values, d_final_normaliser)
+        grads, d_initial = run_backward(
+            problem, outputs, initial, d_out.contiguous(), d_normaliser, d_final, needs_coefs
+        )
     nothing = [weight.new_empty(0) for _ in range(4)]
     return (
         grads.q,
@@ -209,7 +216,8 @@ def _poly_decode(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, weight = (x.contiguous() for x in (q, k, v, weight))
     state = Carry(values.contiguous(), normaliser.contiguous())
-    outputs, final = decode(q, k, v, weight, log_decay, coefs, tuple(orders), scale, state, normalize, output_final)
+    with torch.cuda.device_of(q):
+        outputs, final = decode(q, k, v, weight, log_decay, coefs, tuple(orders), scale, state, normalize, output_final)
     if final is None:
         final = Carry(weight.new_empty(0), weight.new_empty(0))
     return outputs.out, outputs.normaliser, final.values, final.normaliser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_the_workspace_stays_below_a_gigabyte(monkeypatch):
     assert len(attention.segments(whole)) > 1
     assert made[0][1] == 0
     assert made[-1][2] == 131072
-    assert all(left[2] == right[1] for left, right in zip(made, made[1:], strict=False))
+    assert all(left[2] == right[1] for left, right in itertools.pairwise(made))
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -123,6 +124,18 @@ def test_decoding_one_by_one_is_the_whole():
         whole = on_triton(case)
     assert relative_rms(torch.cat(outs, 1), whole["out"]) < 1e-5
     assert relative_rms(state.values, whole["state.values"]) < 1e-5
+
+
+def test_autocast_chooses_the_operands():
+    q = torch.randn(1, 20, 2, 16, requires_grad=True)
+    k, v = torch.randn(2, 1, 20, 2, 16)
+    run = functools.partial(poly_attention, coefs=(0.0, 0.0, 1.0), chunk_size=16, backend="triton")
+    with torch.autocast("cpu", torch.float16):
+        result = run(q, k, v)
+    assert result.out.dtype == torch.float16
+    result.out.float().sum().backward()
+    assert q.grad.dtype == torch.float32
+    assert torch.equal(result.out, run(q.half(), k.half(), v.half()).out)
 
 
 def _arguments(state: bool) -> tuple:

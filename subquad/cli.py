@@ -277,6 +277,41 @@ def report(run_folder: RunFolderArgument, as_json: JsonOption = False) -> None:
         _print_summary(run_folder)
 
 
+@app.command()
+def doctor(
+    device: Annotated[
+        str | None, typer.Option("--device", help="Device to check: `cpu`, `cuda`, `cuda:1`, …; default: all.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0, help="Time for the checks of a device; those beyond it are left out.")
+    ] = 10.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Show versions, devices and what runs on them, and check the numbers of the kernels on this machine.
+
+    Outputs, states and gradients are compared with float64. The exit code is 1 if any is wrong.
+
+    Examples:
+
+        subquad doctor
+
+        subquad doctor --device cuda:0 --seconds 120
+
+        subquad doctor --json > doctor.json
+    """
+    from rich.console import Console
+
+    from subquad.doctor import diagnose, render_diagnosis
+
+    diagnosis = diagnose(device, seconds)
+    if as_json:
+        typer.echo(json.dumps(diagnosis.to_dict(), indent=2))
+    else:
+        Console().print(render_diagnosis(diagnosis))
+    if not diagnosis.ok:
+        raise typer.Exit(1)
+
+
 @recipes_app.command("list")
 def list_recipes(as_json: JsonOption = False) -> None:
     """List the packaged recipes.

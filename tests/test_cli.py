@@ -34,7 +34,7 @@ def recipe_file(make_recipe, tmp_path):  # noqa: F811
     return str(path)
 
 
-COMMANDS = ("run", "plan", "convert", "distill", "eval", "generate", "report", "recipes")
+COMMANDS = ("run", "plan", "convert", "distill", "eval", "generate", "report", "doctor", "recipes")
 
 
 def test_help_lists_every_command(command):

@@ -66,7 +66,10 @@ def input_problem(q: Tensor, k: Tensor, v: Tensor, orders: tuple[int, ...]) -> s
 
 
 def backend_from_environment() -> Backend:
-    """Return what `auto` stands for: the environment variable `SUBQUAD_BACKEND`, or `auto` itself if that is not set.
+    """Read what `auto` stands for.
+
+    Returns:
+        The environment variable `SUBQUAD_BACKEND`, or `auto` itself if that is not set.
 
     Raises:
         ConfigError: The variable holds something else than a backend.

@@ -118,6 +118,7 @@ class WindowStream:
         """
         documents, real = self.sequence.documents, self.sequence.real
         if self.buffers is None and (real is None or documents is not None):
+            # Nothing precedes a document's first token: its sinks are its first keys.
             return window_attention(q, k, v, window=self.window, valid=real, documents=documents, sinks=self.sinks)
         sinks: SinkTokens | int = 0
         if self.sinks:

@@ -39,9 +39,14 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def device_problem(device: torch.device) -> str | None:
     """Return why the Triton kernels cannot run on a device, or None if they can."""
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return "triton is not installed (pip install 'subquad[triton]')"
     if interpreting():
         return None if device.type == "cpu" else "TRITON_INTERPRET=1 runs the kernels on the CPU only"

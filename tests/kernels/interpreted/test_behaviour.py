@@ -7,6 +7,8 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed.device_mesh
+import torch.distributed.fsdp
 from torch.utils.checkpoint import checkpoint
 
 from subquad.errors import ConfigError
@@ -176,6 +178,38 @@ def test_compiled_and_checkpointed_gradients_are_the_same():
         assert torch.equal(other, plain)
         found = torch.autograd.grad(other.square().sum(), inputs)
         assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
+
+
+class _Layer(torch.nn.Module):
+    """Projections around the op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(16, 48, bias=False)
+
+    def forward(self, x):
+        q, k, v = self.project(x).unflatten(-1, (3, 1, 16)).unbind(2)
+        return poly_attention(q, k, v, coefs=(1.0, 1.0, 0.5), chunk_size=16, backend="triton").out
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_data_parallel_gradients_are_the_same(tmp_path, wrap):
+    torch.manual_seed(0)
+    layer, x = _Layer(), torch.randn(1, 20, 16)
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), layer.parameters())
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        if wrap == "ddp":
+            layer = torch.nn.parallel.DistributedDataParallel(layer)
+        else:
+            mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+            layer = torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+        layer(x).square().sum().backward()
+        (found,) = (parameter.grad for parameter in layer.parameters())
+        found = found.full_tensor() if wrap == "fsdp" else found
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torch.equal(found, expected)
 
 
 MUTANTS = {

@@ -116,7 +116,7 @@ _TABLE = (
     # Every score in every dtype, through chunks, with a state in and out.
     _chunks(name="linear", score="linear", dtypes=ALL_DTYPES, state=True, normalize=False),
     _chunks(name="square", score="square", dtypes=ALL_DTYPES, state=True, quick=True),
-    _chunks(name="offset", score="offset", dtypes=ALL_DTYPES, state=True, groups=3),
+    _chunks(name="offset", score="offset", dtypes=ALL_DTYPES, state=True),
     _chunks(name="taylor", score="taylor", dtypes=ALL_DTYPES, state=True, groups=1),
     _chunks(name="taylor-raw", score="taylor", state=True, normalize=False, quick=True),
     OpCase(name="square-raw", score="square", chunk_size=128, normalize=False),

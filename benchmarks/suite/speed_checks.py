@@ -34,7 +34,7 @@ def check_cases(settings: Settings) -> list[Case]:
 
 def _checks(grid: Grid) -> Iterator[OpCase]:
     for index, (head_dim, groups) in enumerate(grid.configs):
-        shape = functools.partial(OpCase, head_dim=head_dim, groups=groups, kv_heads=2, key_weights=False)
+        shape = functools.partial(OpCase, head_dim=head_dim, groups=groups, kv_heads=2)
         label = f"d{head_dim} G{groups}"
         yield shape(name=f"chunks {label}", score="square", tokens=1500, chunk_size=256)
         yield shape(name=f"whole {label}", score="square", tokens=1000, whole=True)
@@ -42,6 +42,9 @@ def _checks(grid: Grid) -> Iterator[OpCase]:
         yield shape(name=f"step {label}", score="square", tokens=1, state=True, gradients=False)
         pending = grid.pending
         yield shape(name=f"buffer {label}", score="square", tokens=pending, queries=1, state=True, gradients=False)
+        if index == 0:
+            # As a 2Mamba layer beside a window calls it: what the end-to-end section times.
+            yield shape(name=f"model {label}", score="offset", tokens=1500, chunk_size=256, normalize=False)
         if index < grid.num_compared:
             yield shape(name=f"linear {label}", score="linear", tokens=1500, chunk_size=256, normalize=False)
             yield shape(name=f"taylor {label}", score="taylor", tokens=1500, chunk_size=256)

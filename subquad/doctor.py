@@ -23,10 +23,10 @@ from subquad.environment import (
     driver_version,
     find_devices,
     find_packages,
-    import_problem,
     select_devices,
 )
 from subquad.errors import ConfigError
+from subquad.kernels.backend import import_problem
 
 if TYPE_CHECKING:
     from subquad.kernels.selfcheck import CheckResult

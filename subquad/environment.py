@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import platform
 import subprocess
 from dataclasses import dataclass
@@ -95,17 +93,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def import_problem(module: str) -> str | None:
-    """Return why an installed module cannot be imported, or None if it can or is not installed."""
-    if importlib.util.find_spec(module) is None:
-        return None
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # a broken installation may raise anything
-        return f"{type(error).__name__}: {error}".strip()
-    return None
 
 
 def driver_version() -> str | None:

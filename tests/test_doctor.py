@@ -15,9 +15,10 @@ from rich.console import Console
 
 from subquad import cli, environment
 from subquad.doctor import Diagnosis, Examined, diagnose, render_diagnosis
-from subquad.environment import Device, Package, driver_version, find_packages, import_problem, select_devices
+from subquad.environment import Device, Package, driver_version, find_packages, select_devices
 from subquad.errors import ConfigError
 from subquad.kernels import ops
+from subquad.kernels.backend import import_problem
 from subquad.kernels.selfcheck import CheckResult
 from subquad.kernels.selfcheck_compare import Check, Measured
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
 import os
@@ -24,6 +25,9 @@ MAX_HEAD_DIM = 128
 # Tensor cores for bfloat16 and asynchronous copies, which the kernels' tiles rely on.
 _MIN_CAPABILITY = (8, 0)
 
+_SAYING = "poly_attention runs in PyTorch, not on the Triton kernels: %s"
+_said: set[tuple[str, str]] = set()
+
 logger = logging.getLogger(__name__)
 
 
@@ -40,14 +44,30 @@ def interpreting() -> bool:
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def import_problem(module: str) -> str | None:
+    """Return why an installed module cannot be imported, or None if it can or is not installed."""
+    if importlib.util.find_spec(module) is None:
+        return None
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a broken installation may raise anything
+        return f"{type(error).__name__}: {error}".strip()
+    return None
+
+
+@functools.cache
+def _triton_problem() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install 'subquad[triton]')"
+    problem = import_problem("triton")
+    return None if problem is None else f"triton is installed but cannot be imported: {problem}"
 
 
 def device_problem(device: torch.device) -> str | None:
     """Return why the Triton kernels cannot run on a device, or None if they can."""
-    if not _has_triton():
-        return "triton is not installed (pip install 'subquad[triton]')"
+    problem = _triton_problem()
+    if problem is not None:
+        return problem
     if interpreting():
         return None if device.type == "cpu" else "TRITON_INTERPRET=1 runs the kernels on the CPU only"
     if device.type != "cuda":
@@ -117,17 +137,31 @@ def choose_backend(backend: Backend, q: Tensor, k: Tensor, v: Tensor, orders: tu
         return Choice("torch", asked)
     if backend == "auto" and q.device.type != "cuda":
         reason = f"the tensors are on {q.device.type}"
-        _say_once(logging.INFO, reason)
+        say_once(logging.INFO, _SAYING, reason)
         return Choice("torch", reason)
     problem = device_problem(q.device) or input_problem(q, k, v, orders)
     if problem is None:
         return Choice("triton", asked if backend == "triton" else "the tensors are on an NVIDIA GPU")
     if backend == "triton":
         raise ConfigError(f"poly_attention: backend 'triton' ({asked}) cannot run: {problem}. Use 'auto' or 'torch'.")
-    _say_once(logging.WARNING, problem)
+    say_once(logging.WARNING, _SAYING, problem)
     return Choice("torch", problem)
 
 
-@functools.cache
-def _say_once(level: int, reason: str) -> None:
-    logger.log(level, "poly_attention runs in PyTorch, not on the Triton kernels: %s", reason)
+def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors as PyTorch's own attention would take them: inside an autocast region, in its dtype.
+
+    Rotary embeddings and learned maps leave q and k in float32 there. float64 stays.
+    """
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def say_once(level: int, saying: str, reason: str) -> None:
+    """Log a choice, once per reason; nothing while `torch.compile` traces, which cannot follow a logger."""
+    if not torch.compiler.is_compiling() and (saying, reason) not in _said:
+        _said.add((saying, reason))
+        logger.log(level, saying, reason)

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.kernels.backend import Backend, Precision, choose_backend
+from subquad.kernels.backend import Backend, Precision, choose_backend, under_autocast
 from subquad.kernels.checks import check_coefs, check_form, check_precision, check_shapes, check_state
 from subquad.kernels.chunked import chunked_attention
 from subquad.kernels.cost import DEFAULT_CHUNK_SIZE, cheapest_chunk_size
@@ -103,9 +103,8 @@ def poly_attention(
     if initial_state is not None:
         check_state(initial_state, k, v, orders)
     on_triton = form != "quadratic" and choose_backend(backend, q, k, v, orders).backend == "triton"
-    if on_triton and torch.is_autocast_enabled(q.device.type):
-        # As for PyTorch's own attention: rotary embeddings and maps may have left q and k in float32.
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    if on_triton:
+        q, k, v = under_autocast(q, k, v)
     # Nothing inside is for autocast to change.
     with torch.autocast(q.device.type, enabled=False):
         inputs = (q, k, v, log_decay, key_weight, coefs, scale, initial_state)

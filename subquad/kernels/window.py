@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Literal
 
 from torch import Tensor
 
 from subquad.errors import ConfigError
-from subquad.kernels.backend import backend_from_environment
+from subquad.kernels.backend import backend_from_environment, say_once, under_autocast
 from subquad.kernels.window_blocked import blocked_window_attention
 from subquad.kernels.window_flex import MIN_QUERIES, flex_problem, flex_window_attention
 from subquad.kernels.window_inputs import SinkTokens, WindowInputs, WindowOutput
 
 WindowBackend = Literal["auto", "torch", "flex"]
 WINDOW_BACKENDS = ("auto", "torch", "flex")
-
-logger = logging.getLogger(__name__)
 
 
 def window_attention(
@@ -66,6 +63,8 @@ def window_attention(
     if q.shape[2] % k.shape[2]:
         raise ConfigError(f"num_heads ({q.shape[2]}) must be a multiple of num_kv_heads ({k.shape[2]})")
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    if q.device.type == "cuda":
+        q, k, v = under_autocast(q, k, v)
     inputs = WindowInputs(q, k, v, window, scale, valid, documents, sinks)
     if _fuses(backend, q, k, v):
         return flex_window_attention(inputs)
@@ -89,10 +88,5 @@ def _fuses(backend: WindowBackend, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return True
     if backend == "flex":
         raise ConfigError(f"window_attention: backend 'flex' cannot run: {problem}. Use backend='auto' or 'torch'.")
-    _warn_once(problem)
+    say_once(logging.WARNING, "window_attention runs in PyTorch on this GPU, which is slower: %s", problem)
     return False
-
-
-@functools.cache
-def _warn_once(problem: str) -> None:
-    logger.warning("window_attention runs in PyTorch on this GPU, which is slower: %s", problem)

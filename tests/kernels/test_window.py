@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subquad.errors import ConfigError
-from subquad.kernels import window, window_attention, window_flex
+from subquad.kernels import backend, window, window_attention, window_flex
 from subquad.kernels.window_blocked import blocked_window_attention
 from tests.kernels.window_oracle import (
     make_window_case,
@@ -70,7 +70,7 @@ def tensors_on(device, num_queries=129, widths=(64, 64), dtypes=(torch.bfloat16,
 def usable_gpu(monkeypatch):
     monkeypatch.setattr(window_flex, "device_problem", lambda device: None)
     monkeypatch.delenv("SUBQUAD_BACKEND", raising=False)
-    window._warn_once.cache_clear()
+    backend._said.clear()
 
 
 @pytest.mark.parametrize(

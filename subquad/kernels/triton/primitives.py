@@ -155,7 +155,7 @@ def query_products(
             b_s = tl.load(p_state + row[:, None] * e + o_e[None, :])
         else:
             b_s = tl.load(p_state + row[:, None] * e + o_e[None, :], mask=(o_e < e)[None, :], other=0.0)
-        b_i = (b_i * tl.where(i0 == j0, 1.0, 2.0).to(b_i.dtype)).to(b_s.dtype)
+        b_i = b_i.to(b_s.dtype) * tl.where(i0 == j0, 1.0, 2.0).to(b_s.dtype)
         b_phi = tl.reshape(b_i[:, :, None] * b_j.to(b_s.dtype)[:, None, :], [BR, BP * BP])
         b_out = tl.dot(b_phi, b_s, b_out, input_precision=PRECISION)
     return b_out

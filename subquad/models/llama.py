@@ -6,10 +6,19 @@ import inspect
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+)
 from transformers.cache_utils import Cache
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaPreTrainedModel
 from transformers.utils import logging
 
 from subquad.errors import ConfigError
@@ -52,7 +61,21 @@ class SubquadLlamaConfig(LlamaConfig):
         return [None if mixer is None or mixer.score == "softmax" else mixer for mixer in parsed]
 
 
-class SubquadLlamaModel(LlamaModel):
+class _ConvertedModel(LlamaPreTrainedModel):
+    """What loading and starting weights must know about converted layers, whatever stands on the decoder."""
+
+    config: SubquadLlamaConfig
+    _keep_in_fp32_modules_strict: ClassVar[set[str]] = {"mixer"}
+    _can_compile_fullgraph = False
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        reset = getattr(module, "reset_parameters", None)
+        if type(module).__module__.startswith("subquad.layers") and callable(reset):
+            reset()
+
+
+class SubquadLlamaModel(_ConvertedModel, LlamaModel):
     """A Llama decoder whose converted layers are told about padding and packed documents."""
 
     config_class = SubquadLlamaConfig
@@ -115,13 +138,10 @@ class SubquadLlamaModel(LlamaModel):
         )
 
 
-class SubquadLlamaForCausalLM(LlamaForCausalLM):
+class SubquadLlamaForCausalLM(_ConvertedModel, LlamaForCausalLM):
     """A causal language model with converted attention layers."""
 
     config_class = SubquadLlamaConfig
-    config: SubquadLlamaConfig
-    _keep_in_fp32_modules_strict: ClassVar[set[str]] = {"mixer"}
-    _can_compile_fullgraph = False
 
     def __init__(self, config: SubquadLlamaConfig) -> None:
         # Not LlamaForCausalLM's own: it would build a plain LlamaModel.
@@ -145,11 +165,14 @@ class SubquadLlamaForCausalLM(LlamaForCausalLM):
         """
         return attention_mask
 
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        reset = getattr(module, "reset_parameters", None)
-        if type(module).__module__.startswith("subquad.layers") and callable(reset):
-            reset()
+
+class SubquadLlamaForSequenceClassification(GenericForSequenceClassification, _ConvertedModel):
+    """A converted Llama with a classification head on each row's last token that is not `config.pad_token_id`.
+
+    Batches need `config.pad_token_id`; padding may be on either side and changes no logit.
+    """
+
+    config_class = SubquadLlamaConfig
 
 
 def install_mixers(model: LlamaModel, mixers: list[MixerConfig | None]) -> None:
@@ -185,6 +208,10 @@ def remove_mixers(model: nn.Module, config: LlamaConfig) -> None:
 
 
 def register() -> None:
-    """Make `AutoConfig` and `AutoModelForCausalLM` know the converted Llama."""
+    """Make `AutoConfig` and the Auto classes of models know the converted Llama."""
     AutoConfig.register(SubquadLlamaConfig.model_type, SubquadLlamaConfig, exist_ok=True)
+    AutoModel.register(SubquadLlamaConfig, SubquadLlamaModel, exist_ok=True)
     AutoModelForCausalLM.register(SubquadLlamaConfig, SubquadLlamaForCausalLM, exist_ok=True)
+    AutoModelForSequenceClassification.register(
+        SubquadLlamaConfig, SubquadLlamaForSequenceClassification, exist_ok=True
+    )

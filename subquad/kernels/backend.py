@@ -55,7 +55,7 @@ def import_problem(module: str) -> str | None:
     return None
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # torch.compile cannot follow an import
 def _triton_problem() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install 'subquad[triton]')"

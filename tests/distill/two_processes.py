@@ -11,13 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from distill.tiny import tiny_config, tiny_dataset, tiny_model, tiny_teacher
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from subquad.distill import LossWeights, add_lora, run_stage1, run_stage2
 from subquad.distill.config import LORA_TARGETS
 from subquad.distill.objectives import LogitObjective, Objective, TransferObjective
+from tests.distill.tiny import tiny_config, tiny_dataset, tiny_model, tiny_teacher
 
 
 def run_both_stages(folder: Path, accumulated: int) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -66,25 +65,6 @@ def write_sample(shop: Workshop, model: PreTrainedModel, name: LossName, mode: E
         model, shop.tokenizer, settings.generate_prompt, max_new_tokens=settings.generate_tokens, mode=mode
     )
     return [Sample(model=name, prompt=settings.generate_prompt, text=text)]
-
-
-def pack_loss(result: LossResult) -> dict[str, Any]:
-    """Return an evaluation as plain values; `unpack_loss` turns them back without loss."""
-    return {
-        "loss": result.loss,
-        "row_sums": result.row_sums.tolist(),
-        "row_tokens": result.row_tokens.tolist(),
-        "position_buckets": list(result.position_buckets),
-    }
-
-
-def unpack_loss(content: Mapping[str, Any]) -> LossResult:
-    """Return the evaluation that `pack_loss` packed."""
-    return LossResult(
-        torch.tensor(content["row_sums"], dtype=torch.float64),
-        torch.tensor(content["row_tokens"], dtype=torch.int64),
-        tuple(content["position_buckets"]),
-    )
 
 
 def mixer_counts(plan: ConversionPlan) -> dict[str, int]:

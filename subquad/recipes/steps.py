@@ -13,6 +13,7 @@ from subquad.convert.calibrate import CalibrationResult, calibrate
 from subquad.convert.export import export_student
 from subquad.convert.modelcard import ModelCard, write_model_card
 from subquad.convert.plan import render_plan
+from subquad.eval.loss_record import pack_loss, unpack_loss
 from subquad.eval.memory import cache_table
 from subquad.eval.modes import EvalMode
 from subquad.eval.report import write_report
@@ -23,8 +24,6 @@ from subquad.recipes.measure import (
     measure_loss,
     mixer_counts,
     model_card,
-    pack_loss,
-    unpack_loss,
     write_sample,
 )
 from subquad.recipes.progress import progress_bar

@@ -174,17 +174,40 @@ class Mixer(nn.Module):
         assert self.log_mix is not None, "a mixer with a window weighs its far part"
         if not self.config.normalised:
             return near.out + self.log_mix.exp()[:, None].to(out.dtype) * out
-        if self.config.mix_reference == "near":
-            near_mass = torch.ones_like(near.log_normaliser)
-            far_unit = self.log_mix.exp().expand_as(near_mass)
-        else:
-            # Both as multiples of the larger one, so that nothing overflows.
-            log_mix = self.log_mix.expand_as(near.log_normaliser)
-            largest = torch.maximum(near.log_normaliser, log_mix)
-            near_mass, far_unit = (near.log_normaliser - largest).exp(), (log_mix - largest).exp()
+        near_mass, far_unit = self._units(near)
         total = (near_mass + far_unit * far.normaliser).clamp_min(MIN_SHARED_NORMALISER)
         joined = near_mass[..., None] * near.out + far_unit[..., None] * out
         return (joined / total[..., None]).to(near.out.dtype)
+
+    def _units(self, near: WindowOutput) -> tuple[Tensor, Tensor]:
+        """Return the window's mass and the unit of the far part's, `[B, T, num_heads]`, up to a common factor."""
+        assert self.log_mix is not None, "a mixer with a window weighs its far part"
+        if self.config.mix_reference == "near":
+            near_mass = torch.ones_like(near.log_normaliser)
+            return near_mass, self.log_mix.exp().expand_as(near_mass)
+        # Both as multiples of the larger one, so that nothing overflows.
+        log_mix = self.log_mix.expand_as(near.log_normaliser)
+        largest = torch.maximum(near.log_normaliser, log_mix)
+        return (near.log_normaliser - largest).exp(), (log_mix - largest).exp()
+
+    def far_share(self, far: PolyAttentionOutput | None, near: WindowOutput | None) -> Tensor | None:
+        """Return the far part's share of the attention mass.
+
+        Args:
+            far: the far part, None for the window alone.
+            near: the window, None for the pure mixer.
+
+        Returns:
+            `[B, T, num_heads]`; below 0 where an odd score's weights sum to less than 0. None where the two share no
+            mass: without a window, or without a sum of weights.
+        """
+        if near is None or not self.config.normalised:
+            return None
+        if far is None:
+            return torch.zeros_like(near.log_normaliser)
+        near_mass, far_unit = self._units(near)
+        far_mass = far_unit * far.normaliser
+        return far_mass / (near_mass + far_mass).clamp_min(MIN_SHARED_NORMALISER)
 
 
 def _rms_norm(out: Tensor, weight: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from subquad.errors import ConfigError, OutputError
+from subquad.eval.layers import run_layers
 from subquad.eval.loss import evaluate_loss
 from subquad.eval.loss_record import LossSettings, run_loss, unpack_loss
 from subquad.eval.records import load_records, record_path
@@ -96,3 +97,13 @@ def test_loss_records_resume(run_dir, rows, tmp_path):
     assert [r.provenance.command for r in again] == ["test", "test", "other"]
     assert len(load_records(tmp_path)) == 3
     assert {r.provenance.command for r in run_loss(contestants, rows[:2], settings, tmp_path, command="new")} == {"new"}
+
+
+def test_layers_are_measured_where_a_student_runs(run_dir, rows, tmp_path):
+    (record,) = run_layers(load_contestants(str(run_dir)), rows, tmp_path, command="test")
+    layers = record.details["layers"]
+    assert [layer["layer"] for layer in layers] == list(range(len(layers)))
+    assert all(0 < layer["relative_error"] < 1 for layer in layers)
+    assert all(len(layer["half_lives"]) == 2 and min(layer["half_lives"]) > 1 for layer in layers)
+    assert all(0 < share < 1 for layer in layers for share in layer["far_shares"])
+    assert run_layers(load_contestants(str(run_dir)), rows, tmp_path, command="other") == [record]

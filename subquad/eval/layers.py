@@ -1,0 +1,154 @@
+"""What each converted layer has become: its error, how long it remembers, how much it looks far back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.eval.contestants import Clock, Contestant
+from subquad.eval.loss import Row
+from subquad.eval.records import EvalRecord, Metric, finished_record, hash_prompts, save_record
+from subquad.layers import SubquadAttention, converted_layers
+
+TASK = "layers"
+
+
+class _LayerSums:
+    """Sums of one layer over all tokens."""
+
+    def __init__(self) -> None:
+        self.error = self.power = 0.0
+        self.share: Tensor | None = None
+        self.log_decay: Tensor | None = None
+        self.tokens = 0
+
+    @torch.no_grad()
+    def add(self, layer: SubquadAttention, kwargs: dict[str, Any]) -> None:
+        inputs = layer.inputs(kwargs["hidden_states"], kwargs["position_embeddings"], kwargs.get("sequence"))
+        mixer = layer.mixer
+        target = layer.o_proj(layer.exact_heads(inputs).flatten(2)).float()
+        out = layer.o_proj(layer.student_heads(inputs).flatten(2)).float()
+        self.error += (out - target).square().sum().item()
+        self.power += target.square().sum().item()
+        self.tokens += out.shape[0] * out.shape[1]
+        if mixer is None:
+            return
+        mixed = inputs.select(layer.split, layer.split.mixed)
+        share = mixer.far_share(*mixer.parts(mixed))
+        if share is not None:
+            self.share = _added(self.share, share)
+        if mixer.decay is not None:
+            self.log_decay = _added(self.log_decay, mixer.decay(mixed.hidden_states))
+
+    def to_dict(self, layer: SubquadAttention) -> dict[str, Any]:
+        half_lives = None
+        if self.log_decay is not None:
+            half_lives = [_half_life(total.item() / self.tokens) for total in self.log_decay]
+        shares = None if self.share is None else [total.item() / self.tokens for total in self.share]
+        return {
+            "layer": layer.layer_idx,
+            "relative_error": self.error / self.power,
+            "half_lives": half_lives,
+            "far_shares": shares,
+            "exact_kv_heads": list(layer.split.exact),
+        }
+
+
+def _added(total: Tensor | None, new: Tensor) -> Tensor:
+    """Add `[B, T, heads]`, summed over tokens, to a total."""
+    summed = new.double().sum((0, 1))
+    return summed if total is None else total + summed
+
+
+def _half_life(log_decay: float) -> float | None:
+    """Return the tokens after which half is left at a mean log decay; None where nothing is forgotten."""
+    return math.log(0.5) / log_decay if log_decay < 0 else None
+
+
+def run_layers(
+    contestants: Sequence[Contestant],
+    rows: Sequence[Row],
+    folder: Path,
+    *,
+    command: str,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[EvalRecord]:
+    """Measure every converted layer of the students, on the inputs they get when the student runs.
+
+    Args:
+        contestants: The models; those that run as a student (mode `student` or None, with converted layers) count.
+        rows: Tokenised rows, as for `evaluate_loss`; a few thousand tokens are enough.
+        folder: Evaluation folder; what it has of equal rows is not measured again.
+        command: Command that repeats it.
+        seed: Seed that picked the rows.
+        progress: Called with (rows done, rows in all) of each contestant.
+
+    Returns:
+        One record each. `details["layers"]` has per layer `relative_error` (squared error of the layer's output against
+        its own softmax attention on the same input, divided by the softmax output's mean square), `half_lives` in
+        tokens per converted key/value head at the mean log decay (None: no decay), `far_shares` per converted query
+        head (share of the attention mass in the far part; None where window and far part share none).
+
+    Raises:
+        OutputError: The folder cannot be written.
+    """
+    prompts = hash_prompts([int(token) for token in row["input_ids"]] for row in rows)
+    settings = {"rows_hash": prompts, "tokens": sum(len(row["input_ids"]) for row in rows)}
+    records = []
+    for contestant in contestants:
+        if contestant.mode not in ("student", None) or not converted_layers(contestant.model):
+            continue
+        record = finished_record(folder, TASK, contestant.name, settings)
+        if record is None:
+            clock = Clock.start()
+            layers = _measure(contestant, rows, progress)
+            errors = [layer["relative_error"] for layer in layers]
+            mean = sum(errors) / len(errors)
+            record = EvalRecord(
+                task=TASK,
+                model=contestant.name,
+                metrics={"relative_error": Metric(value=mean, num=len(errors), higher_is_better=False)},
+                settings=settings,
+                details={"layers": layers},
+                notes=["relative_error is a mean over layers; it has no standard error"],
+                provenance=clock.provenance(contestant, seed=seed, batch_size=1, prompts_hash=prompts, command=command),
+            )
+            save_record(record, folder)
+        records.append(record)
+    return records
+
+
+@torch.no_grad()
+def _measure(
+    contestant: Contestant, rows: Sequence[Row], progress: Callable[[int, int], None] | None
+) -> list[dict[str, Any]]:
+    model = contestant.model
+    sums = {layer: _LayerSums() for layer in converted_layers(model)}
+    with contestant.active(), _watched(sums):
+        for index, row in enumerate(rows):
+            names = ("input_ids", "position_ids")
+            inputs = {name: torch.as_tensor(row[name], device=model.device)[None] for name in names if name in row}
+            model.model(**inputs, use_cache=False)
+            if progress is not None:
+                progress(index + 1, len(rows))
+    return [total.to_dict(layer) for layer, total in sums.items()]
+
+
+@contextmanager
+def _watched(sums: dict[SubquadAttention, _LayerSums]) -> Iterator[None]:
+    def hook(layer: SubquadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        sums[layer].add(layer, kwargs)
+
+    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in sums]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import PercentFormatter
 
 from subquad.eval.niah.cells import CellScore, cells_of
 from subquad.eval.niah.tables import SCORE_LABELS, check_comparable, model_label
@@ -27,20 +28,28 @@ _PLOTTED: tuple[CellScore, ...] = ("accuracy", "key_logprob")
 # Narrow and high: the page of a phone shows it at full width, and the figures in the cells stay readable.
 _WIDTH, _ROW_HEIGHT, _FRAME_HEIGHT = 5.2, 0.33, 2.1
 _MOST_COLUMNS_WITH_TEXT = 8
-_UNITS: dict[CellScore, str] = {"accuracy": "share of prompts", "key_rank1": "share of prompts", "key_logprob": "nats"}
+_UNITS: dict[CellScore, str] = {"accuracy": "% of prompts", "key_rank1": "% of prompts", "key_logprob": "nats"}
 _WORST_LOG_PROB = -12.0
 
 Grid = Mapping[tuple[int, float], float]
 
 
 class _Scale(NamedTuple):
-    """Colours of a heatmap; a diverging one has its middle at 0."""
+    """Colours of a heatmap; a diverging one has its middle at 0, one in percent shows shares."""
 
     colors: str
     low: float
     high: float
     label: str
+    percent: bool
     diverging: bool = False
+
+    def write(self, value: float) -> str:
+        """Return a value as it stands in its cell."""
+        text = f"{100 * value:.0f}" if self.percent else f"{value:.1f}"
+        if float(text) == 0:
+            return text.lstrip("-")
+        return text.replace("-", "−") if value < 0 or not self.diverging else f"+{text}"
 
 
 def write_niah_plots(records: Sequence[EvalRecord], folder: Path) -> list[Plot]:
@@ -87,18 +96,20 @@ def plot_heatmap(record: EvalRecord, score: CellScore, folder: Path) -> Plot:
     Raises:
         OutputError: The record has no cells.
     """
-    name = model_label(record.model)
-    unit = _UNITS[score]
-    low = 0.0 if score != "key_logprob" else min(record.baselines.get("key_logprob", _WORST_LOG_PROB), -1.0)
-    scale = _Scale("cividis", low, 1.0 if score != "key_logprob" else 0.0, f"{SCORE_LABELS[score]} ({unit})")
-    title = f"Needle, {SCORE_LABELS[score].lower()}:\n{name}"
+    cells = cells_of(record)
+    percent = score != "key_logprob"
+    low = 0.0 if percent else min(record.baselines.get("key_logprob", _WORST_LOG_PROB), -1.0)
+    scale = _Scale("cividis", low, 1.0 if percent else 0.0, f"{SCORE_LABELS[score]} ({_UNITS[score]})", percent)
+    title = f"Needle, {SCORE_LABELS[score].lower()}:\n{model_label(record.model)}"
     path = folder / f"{record.task}_{score}_{record.model}.png"
     _draw(record, _grid(record, score), scale, title, path)
+    nearest = min(cell.distance for cell in cells)
     caption = (
         f"{record.settings['samples']} prompts per cell. Depth 0 is right after the introduction, depth 1 right before "
-        "the question, where a window alone finds the needle."
+        f"the question. The nearest needles stand {nearest:.0f} tokens before the answer: a window longer than that "
+        "finds them without any memory."
     )
-    if score == "key_logprob":
+    if not percent:
         caption += f" The darkest colour is {low:.1f} nats or less: a guess among all keys of that form."
     return Plot(path, title.replace("\n", " "), caption)
 
@@ -122,11 +133,14 @@ def plot_difference(first: EvalRecord, second: EvalRecord, score: CellScore, fol
     check_comparable([first, second])
     mine, theirs = _grid(first, score), _grid(second, score)
     grid = {place: mine[place] - theirs[place] for place in mine if place in theirs}
-    most = 1.0 if score != "key_logprob" else max(1.0, *(abs(value) for value in grid.values()), 1.0)
+    percent = score != "key_logprob"
+    most = 1.0 if percent else max([1.0, *map(abs, grid.values())])
     names = model_label(first.model), model_label(second.model)
     title = f"Needle, {SCORE_LABELS[score].lower()}:\n{names[0]} − {names[1]}"
     path = folder / f"{first.task}_{score}_{first.model}_minus_{second.model}.png"
-    _draw(first, grid, _Scale("PuOr", -most, most, f"Difference ({_UNITS[score]})", diverging=True), title, path)
+    _draw(
+        first, grid, _Scale("PuOr", -most, most, f"Difference ({_UNITS[score]})", percent, diverging=True), title, path
+    )
     caption = f"Purple: {names[0]} is better on the same prompts; orange: {names[1]} is better."
     return Plot(path, title.replace("\n", " "), caption)
 
@@ -153,6 +167,8 @@ def _draw(record: EvalRecord, grid: Grid, scale: _Scale, title: str, path: Path)
     bar = figure.colorbar(image, ax=axes, orientation="horizontal", pad=0.03, aspect=30)
     bar.set_label(scale.label + ("; hatched: not measured" if np.isnan(values).any() else ""), fontsize=11)
     bar.ax.tick_params(labelsize=10)
+    if scale.percent:
+        bar.ax.xaxis.set_major_formatter(PercentFormatter(1, symbol=None))
     save_figure(figure, path)
 
 
@@ -163,6 +179,5 @@ def _write_values(axes: Axes, values: np.ndarray, scale: _Scale) -> None:
         share = (value - scale.low) / (scale.high - scale.low)
         # White on the dark colours: the low end of a sequential map, both ends of a diverging one.
         dark = abs(share - 0.5) > 0.3 if scale.diverging else share < 0.5
-        text = f"{value:{'+' if scale.diverging else ''}.1f}".replace("-", "−")
         color = "white" if dark else "black"
-        axes.text(column, row, text, ha="center", va="center", fontsize=11, color=color)
+        axes.text(column, row, scale.write(value), ha="center", va="center", fontsize=11, color=color)

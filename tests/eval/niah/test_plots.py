@@ -119,7 +119,7 @@ def test_cells_are_at_their_place_and_gaps_are_hatched(records, tmp_path, drawn)
     np.testing.assert_array_equal(figure["values"], expected)
     assert figure["hatched"] == 3
     assert "hatched: not measured" in figure["bar"]
-    assert figure["texts"] == ["0.0", "0.0", "0.0", "0.0", "1.0", "1.0"]
+    assert figure["texts"] == ["0", "0", "0", "0", "100", "100"]
     assert figure["limits"] == (0, 1)
 
 
@@ -129,9 +129,11 @@ def test_differences_are_student_minus_the_other(records, tmp_path, drawn):
     figure = by_title["Needle, exact answers:\nStudent, distilled − Teacher (softmax)"]
     np.testing.assert_allclose(figure["values"][:, :2], [[-0.5, -0.75], [-0.5, -0.75], [0, 0]])
     assert figure["limits"] == (-1, 1)
+    assert figure["texts"] == ["−50", "−75", "−50", "−75", "0", "0"]
     figure = by_title["Needle, key log probability:\nStudent, distilled − Window-only control"]
     np.testing.assert_allclose(figure["values"][:, 0], 6.0)
     assert figure["limits"] == (-12, 12)
+    assert figure["texts"][:2] == ["+6.0", "+12.0"]
 
 
 def test_models_with_other_settings_are_not_subtracted(records, tmp_path, caplog):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from subquad.errors import ConfigError, DataError, OutputError
 from subquad.eval.contestants import Contestant
-from subquad.eval.harness import LmEvalSettings, export_tasks, run, run_lm_eval, tasks
+from subquad.eval.harness import LmEvalSettings, export_tasks, paired_difference, run, run_lm_eval, tasks
 from subquad.eval.records import load_record, load_records, record_path
 
 from .lm_eval_models import (
@@ -262,6 +262,31 @@ def test_lm_evals_own_files_lie_beside_the_records(models, glue, tmp_path):
     assert answers[0]["arguments"]["gen_args_0"]["arg_0"] == PROMPT.format(SENTENCES[0][0])
 
 
+def test_two_models_are_compared_on_the_same_documents(models, glue, tmp_path):
+    path = tmp_path / "tale.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    settings = {"tasks": ("sst2",), "text_files": (path,), "data_dirs": (glue,)}
+    records = {(record.task, record.model): record for record in measure(models, tmp_path, **settings)}
+    for task, metric in (("sst2", "acc"), ("text-tale.txt", "bits_per_byte"), ("text-tale.txt", "word_perplexity")):
+        first, second = records[task, "student"], records[task, "teacher"]
+        found = paired_difference(tmp_path, first, second, metric)
+        expected = first.metrics[metric].value - second.metrics[metric].value
+        assert found.difference == pytest.approx(expected, rel=1e-6, abs=1e-12)
+        assert found.num == first.metrics[metric].num
+        assert paired_difference(tmp_path, first, first, metric)[:2] == (0.0, 0.0)
+    scores = [[sample["acc"] for sample in samples(tmp_path, "sst2", mode)] for mode in ("student", "teacher")]
+    differences = [a - b for a, b in zip(*scores, strict=True)]
+    mean = sum(differences) / len(differences)
+    spread = math.sqrt(sum((d - mean) ** 2 for d in differences)) / len(differences)
+    found = paired_difference(tmp_path, records["sst2", "student"], records["sst2", "teacher"], "acc")
+    assert found.standard_error == pytest.approx(spread, rel=0.1, abs=1e-12)
+    with pytest.raises(ConfigError, match="has no mcc by document"):
+        paired_difference(tmp_path, records["sst2", "student"], records["sst2", "teacher"], "mcc")
+    (fewer,) = measure(models[:1], tmp_path, **(settings | {"text_files": (), "limit": 3}))
+    with pytest.raises(ConfigError, match="did not answer the same documents"):
+        paired_difference(tmp_path, records["sst2", "student"], fewer, "acc")
+
+
 def test_finished_tasks_are_not_measured_again(models, glue, tmp_path, monkeypatch):
     first = measure(models, tmp_path, tasks=("sst2",), data_dirs=(glue,))
     evaluate, calls = run._evaluate, []
@@ -316,7 +341,7 @@ def test_missing_files_are_said_and_never_scored(models, glue, tmp_path):
 def test_without_a_hub_a_task_says_so(models, tmp_path):
     (record,) = measure(models[:1], tmp_path, tasks=("sst2",))
     assert record.metrics == {}
-    assert "--data-dir" in record.notes[0]
+    assert "data_dirs" in record.notes[0]
 
 
 def test_examples_come_from_the_training_file_and_are_the_same_for_all(models, glue, tmp_path):

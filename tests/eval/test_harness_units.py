@@ -13,13 +13,13 @@ pytest.importorskip("lm_eval", reason="needs the extra eval: pip install 'subqua
 from lm_eval.api import metrics
 from sklearn.metrics import f1_score, matthews_corrcoef
 
-from subquad.errors import DataError
+from subquad.errors import DataError, OutputError
 from subquad.eval.data_files import MissingFilesError
-from subquad.eval.harness import uncertainty
+from subquad.eval.harness import paired_difference, uncertainty
 from subquad.eval.harness.library import WarningNotes, collected_warnings
 from subquad.eval.harness.local import load_local, load_text, text_task_name
 from subquad.eval.harness.record import Outcome, add_standard_errors, build_record
-from subquad.eval.records import Provenance
+from subquad.eval.records import EvalRecord, Metric, Provenance
 
 GENERATOR = np.random.default_rng(0)
 PROVENANCE = Provenance(
@@ -107,6 +107,35 @@ def test_any_other_aggregation_is_resampled_or_says_why_not():
     assert uncertainty.estimate(fails, items, 0) == (None, "none: the bootstrap failed (KeyError('twice'))")
     assert uncertainty.estimate(lambda _: math.nan, items, 0).standard_error is None
     assert uncertainty.estimate(metrics.mean, [1.0], 0) == (None, "none: one document")
+
+
+def test_paired_difference_of_correlations_is_that_of_drawn_documents(tmp_path):
+    gold = GENERATOR.integers(0, 2, 90).tolist()
+    guesses = [[label if GENERATOR.random() < skill else 1 - label for label in gold] for skill in (0.9, 0.7)]
+    models = []
+    for name, guess in zip(("a", "b"), guesses, strict=True):
+        lines = [{"mcc": pair, "doc_hash": str(index)} for index, pair in enumerate(zip(gold, guess, strict=True))]
+        (tmp_path / "evals").mkdir(exist_ok=True)
+        (tmp_path / "evals" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+        metric = Metric(value=0.1, num=90)
+        details = {"samples_file": f"{name}.jsonl"}
+        models.append(
+            EvalRecord(
+                task="cola", model=name, metrics={"mcc": metric}, settings={}, details=details, provenance=PROVENANCE
+            )
+        )
+    found = paired_difference(tmp_path, *models, "mcc")
+    assert found.difference == pytest.approx(matthews_corrcoef(gold, guesses[0]) - matthews_corrcoef(gold, guesses[1]))
+    draws = []
+    for _ in range(300):
+        drawn = GENERATOR.integers(0, 90, 90)
+        a, b = ([guess[i] for i in drawn] for guess in guesses)
+        labels = [gold[i] for i in drawn]
+        draws.append(matthews_corrcoef(labels, a) - matthews_corrcoef(labels, b))
+    assert found.standard_error == pytest.approx(np.std(draws, ddof=1), rel=0.15)
+    (tmp_path / "evals" / "a.jsonl").unlink()
+    with pytest.raises(OutputError, match=r"a\.jsonl cannot be read"):
+        paired_difference(tmp_path, *models, "mcc")
 
 
 def choice(doc_id, target, answers, **scores):

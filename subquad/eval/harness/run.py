@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from subquad.errors import ConfigError, OutputError
 from subquad.eval.contestants import Clock, Contestant
 from subquad.eval.harness.library import collected_warnings, quiet_lm_eval, require_lm_eval
+from subquad.eval.harness.paired import SAMPLES_FILE
 from subquad.eval.harness.record import (
     Outcome,
     add_standard_errors,
@@ -211,8 +212,8 @@ def _measure(run: _Run, loaded: Loaded, name: str, contestant: Contestant, setti
             command=run.command,
         ),
     )
-    _save_lm_eval_files(tracker, contestant.name, name, results, samples)
-    return record
+    path = _save_lm_eval_files(tracker, contestant.name, name, results, samples)
+    return record.model_copy(update={"details": record.details | {SAMPLES_FILE: path}})
 
 
 def _wrapped(run: _Run, contestant: Contestant) -> Any:
@@ -251,8 +252,8 @@ def _evaluate(run: _Run, task: Any, contestant: Contestant, model: Any, tracker:
     )
 
 
-def _save_lm_eval_files(tracker: Any, model: str, task: str, results: dict[str, Any], samples: list[Any]) -> None:
-    """Write lm-eval's own files; it only logs where it cannot."""
+def _save_lm_eval_files(tracker: Any, model: str, task: str, results: dict[str, Any], samples: list[Any]) -> str:
+    """Write lm-eval's own files, which it only logs where it cannot; return that of the samples, below `evals`."""
     tracker.general_config_tracker.model_name = tracker.general_config_tracker.model_name_sanitized = model
     with collected_warnings() as warnings:
         tracker.save_results_aggregated(results=results, samples={task: samples})
@@ -262,6 +263,7 @@ def _save_lm_eval_files(tracker: Any, model: str, task: str, results: dict[str, 
             f"lm-eval could not write its files of {task} below {tracker.output_path}: {' '.join(warnings.notes())} "
             "Free some space or choose another folder."
         )
+    return f"{LM_EVAL_FOLDER}/{model}/samples_{record_name(task)}_{tracker.date_id}.jsonl"
 
 
 def _not_run(run: _Run, loaded: Loaded, contestant: Contestant) -> EvalRecord:

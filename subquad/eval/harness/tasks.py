@@ -160,7 +160,7 @@ def _load(manager: Any, name: str, data_dirs: Sequence[Path], *, train: bool) ->
     return Loaded(name, found["tasks"], groups, {"source": "as lm-eval's task says"}, notes)
 
 
-_FIX = f"Where there is no hub, --data-dir gives local files to {', '.join(LOCAL_TASKS)}."
+_FIX = f"Where there is no hub, data_dirs names folders with local files of {', '.join(LOCAL_TASKS)}."
 
 
 def _load_text(manager: Any, path: Path) -> Loaded:

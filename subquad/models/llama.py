@@ -174,6 +174,14 @@ class SubquadLlamaForSequenceClassification(GenericForSequenceClassification, _C
 
     config_class = SubquadLlamaConfig
 
+    def __init__(self, config: SubquadLlamaConfig) -> None:
+        # Not the head's own: it asks AutoModel, which does not know the subclass of the config in a checkpoint's code.
+        super(GenericForSequenceClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        self.model = SubquadLlamaModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
 
 def install_mixers(model: LlamaModel, mixers: list[MixerConfig | None]) -> None:
     """Replace the attention of every layer that has a mixer, in place; the projections stay the same modules.

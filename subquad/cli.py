@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from subquad import __version__
-from subquad.errors import SubquadError
+from subquad.errors import ConfigError, SubquadError
 
 logger = logging.getLogger("subquad")
 
@@ -59,7 +59,6 @@ OverridesArgument = Annotated[
     typer.Argument(metavar="KEY=VALUE", help="Values to change, by dotted key: `stage1.tokens=50000`."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output and nothing else there.")]
-RunFolderArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/demo.")]
 CheckpointArgument = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help="A converted checkpoint, such as runs/demo/student.")
 ]
@@ -212,30 +211,78 @@ def distill(
 @app.command("eval")
 def evaluate(
     checkpoint: CheckpointArgument,
+    overrides: OverridesArgument = None,
     text: Annotated[
         list[str] | None, typer.Option("--text", help="Text file or pattern; default: the embedded held-out messages.")
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to measure on.")] = 16_384,
-    seq_len: Annotated[int, typer.Option("--seq-len", min=2, help="Tokens per row.")] = 512,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", min=1, help="Tokens to measure on; default: 16,384.")
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option("--seq-len", min=2, help="Tokens per row; default: 512.")] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option("--tasks", "-t", help="loss, layers, niah, perplexity, glue-finetune, glue, any lm-eval task."),
+    ] = None,
+    config: Annotated[str | None, typer.Option("--config", help="A .yaml file with the settings of the tasks.")] = None,
+    data_dir: Annotated[
+        str | None,
+        typer.Option("--data-dir", help="Folder with the files of GLUE and other tasks."),
+    ] = None,
+    teacher: Annotated[str | None, typer.Option("--teacher", help="The teacher; default: the run's.")] = None,
+    against: Annotated[list[str] | None, typer.Option("--against", help="Another checkpoint to measure too.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the records.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the loss of a checkpoint on held-out text, with and without its far part.
+    """Measure a checkpoint: its loss on held-out text or, with `--tasks`, whole tasks beside teacher and control.
+
+    With `--tasks` (or `--config`) the student, its teacher and the window-only control run with the same settings;
+    what was measured before with equal settings is kept. KEY=VALUE changes settings: `niah.samples=4`.
 
     Examples:
 
         subquad eval runs/demo/student
 
-        subquad eval runs/demo/student --text book.txt --tokens 50000 --seq-len 2048 --json
+        subquad eval runs/demo --tasks loss,niah,glue lm_eval.limit=200 niah.lengths=[256,1024]
+
+        subquad eval runs/demo --tasks glue,glue-finetune --data-dir data/glue --against other/student
     """
     from rich.console import Console
 
-    from subquad.recipes.actions import evaluate_checkpoint
+    if tasks is None and config is None:
+        from subquad.recipes.actions import evaluate_checkpoint
 
-    measured = evaluate_checkpoint(checkpoint, text or (), tokens=tokens, seq_len=seq_len)
+        if overrides or data_dir or teacher or against or output:
+            raise ConfigError("KEY=VALUE, --data-dir, --teacher, --against, --output go with --tasks or --config")
+        measured = evaluate_checkpoint(checkpoint, text or (), tokens=tokens or 16_384, seq_len=seq_len or 512)
+        if as_json:
+            typer.echo(json.dumps(measured.to_dict(), indent=2))
+        else:
+            Console().print(measured.table())
+        return
+    from subquad.recipes.suite import evaluate_suite, render_suite
+
+    names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    given = {"text": text, "tokens": tokens, "seq_len": seq_len}
+    chosen = [f"loss.{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
+    if data_dir is not None:
+        chosen += [f"lm_eval.data_dirs={json.dumps([data_dir])}", f"finetune.data_dir={json.dumps(data_dir)}"]
+    with _long_run():
+        result = evaluate_suite(
+            checkpoint,
+            names,
+            config=config,
+            overrides=[*chosen, *(overrides or ())],
+            teacher=teacher,
+            others=against or (),
+            output=output,
+            command=_command(),
+        )
     if as_json:
-        typer.echo(json.dumps(measured.to_dict(), indent=2))
+        typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
-        Console().print(measured.table())
+        Console().print(render_suite(result))
+    if result.failures:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -260,21 +307,42 @@ def generate(
 
 
 @app.command()
-def report(run_folder: RunFolderArgument, as_json: JsonOption = False) -> None:
-    """Write the report of a finished run again from its results, and print the summary.
+def report(
+    run_folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folder of a run or an evaluation; several are compared on one page."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder for the report; default: RUN, or `comparison` for several."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the report of a run or an evaluation again from its files, or compare several, and print the summary.
 
     Examples:
 
         subquad report runs/demo
-    """
-    from subquad.eval.report import write_report
-    from subquad.eval.storage import load_results
 
-    write_report(run_folder)
+        subquad report runs/demo runs/other --output runs/compared
+    """
+    from subquad.eval.report import comparison_to_dict, load_run, report_to_dict, write_comparison, write_report
+    from subquad.eval.summary import print_comparison, print_report
+
+    if len(run_folders) > 1:
+        paths = write_comparison(run_folders, output or Path("comparison"))
+        runs = [load_run(folder) for folder in run_folders]
+        if as_json:
+            typer.echo(json.dumps(comparison_to_dict(runs), indent=2))
+        else:
+            print_comparison(runs, paths.html)
+        return
+    paths = write_report(run_folders[0], output)
+    found = load_run(run_folders[0])
     if as_json:
-        typer.echo(load_results(run_folder).model_dump_json(indent=2))
+        typer.echo(json.dumps(report_to_dict(found), indent=2))
     else:
-        _print_summary(run_folder)
+        print_report(found, paths.html)
 
 
 @app.command()

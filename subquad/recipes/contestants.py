@@ -51,7 +51,7 @@ def load_contestants(
         OutputError: No teacher is given, and the checkpoint lies in no run.
     """
     folder = Path(source)
-    if (folder / RECIPE_FILE).is_file() and (folder / "student").is_dir():
+    if run_folder_of(source) == folder and (folder / "student").is_dir():
         folder = folder / "student"
     loaded = load_checkpoint(str(folder) if folder.is_dir() else source, dtype)
     found = []
@@ -69,14 +69,19 @@ def load_contestants(
     return found
 
 
+def run_folder_of(source: str) -> Path | None:
+    """Return the run's folder that a source is or lies in, or None."""
+    return next((folder for folder in (Path(source), Path(source).parent) if (folder / RECIPE_FILE).is_file()), None)
+
+
 def _teacher_of(student: Path) -> str:
-    recipe = student.parent / RECIPE_FILE
-    if not recipe.is_file():
+    run_folder = run_folder_of(str(student))
+    if run_folder is None:
         raise OutputError(
             f"{student} was converted from a teacher that nothing here names (no {RECIPE_FILE} beside it): "
             "give it with --teacher, or evaluate the run's folder."
         )
-    return load_recipe(str(recipe)).model.source
+    return load_recipe(str(run_folder / RECIPE_FILE)).model.source
 
 
 def _references(student: PreTrainedModel, source: str, dtype: torch.dtype) -> list[Contestant]:

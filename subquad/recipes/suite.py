@@ -1,0 +1,308 @@
+"""An evaluation: tasks on a student, its teacher, the control and others, with the same settings, kept task by task."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from datasets import Dataset
+from pydantic import Field, ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from subquad.distill import TextSource, build_token_dataset
+from subquad.errors import ConfigError, SubquadError
+from subquad.eval.contestants import Contestant
+from subquad.eval.finetune import FinetuneSettings, run_glue_finetune
+from subquad.eval.harness import LmEvalSettings, run_lm_eval
+from subquad.eval.layers import run_layers
+from subquad.eval.loss import POSITION_BUCKETS, Row
+from subquad.eval.loss_record import LossSettings, run_loss
+from subquad.eval.niah import NiahSettings, run_niah
+from subquad.eval.niah.plots import write_niah_plots
+from subquad.eval.records import RECORDS_FOLDER, EvalRecord, Metric
+from subquad.recipes.contestants import load_contestants, run_folder_of
+from subquad.recipes.loader import apply_overrides, parse_yaml
+from subquad.recipes.problems import describe_problems
+from subquad.recipes.progress import progress_bar
+from subquad.recipes.sections import Count, Section
+
+logger = logging.getLogger(__name__)
+
+
+class TextLossSettings(Section):
+    """The held-out text of `loss` and `layers`.
+
+    Attributes:
+        text: files or patterns; none is the embedded messages that training leaves out.
+        tokens: most tokens to measure on.
+        layer_tokens: most of these tokens for `layers`.
+        seq_len: tokens per row; a document that is longer is cut into rows.
+        batch_size: rows per forward pass.
+        position_buckets: ascending upper bounds of the position buckets.
+    """
+
+    text: tuple[str, ...] = ()
+    tokens: Count = 16_384
+    layer_tokens: Count = 4096
+    seq_len: Count = 512
+    batch_size: Count = 4
+    position_buckets: tuple[Count, ...] = POSITION_BUCKETS
+
+
+class SuiteSettings(Section):
+    """What an evaluation measures.
+
+    Attributes:
+        tasks: `loss` (by position), `layers` (error, half-lives and far share of every layer), `niah` (needle in a
+            haystack), `perplexity` (of `lm_eval.text_files`, per word and byte), `glue-finetune` (a classification head
+            on every model), `glue`, and any task, group or tag of lm-eval.
+        seed: seed of the held-out rows.
+        loss: settings of `loss` and `layers`.
+        niah: settings of `niah`.
+        lm_eval: settings of all tasks of lm-eval; its `tasks` are those of this list.
+        finetune: settings of `glue-finetune`.
+    """
+
+    tasks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = ("loss", "layers", "niah")
+    seed: int = 0
+    loss: TextLossSettings = TextLossSettings()
+    niah: NiahSettings = NiahSettings()
+    lm_eval: LmEvalSettings = LmEvalSettings()
+    finetune: FinetuneSettings = FinetuneSettings()
+
+
+@dataclass(frozen=True)
+class SuiteResult:
+    """What came of an evaluation.
+
+    Attributes:
+        folder: Where the records lie.
+        records: What was measured, or had been before with equal settings.
+        failures: Task to message, for tasks that could not be measured; the others are complete.
+    """
+
+    folder: Path
+    records: list[EvalRecord]
+    failures: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as plain values for JSON: task, model, metric."""
+        found: dict[str, Any] = {}
+        for record in self.records:
+            metrics = {name: metric.model_dump() for name, metric in record.metrics.items()}
+            found.setdefault(record.task, {})[record.model] = metrics
+        return {"folder": str(self.folder), "tasks": found, "failures": self.failures}
+
+
+def evaluate_suite(
+    source: str,
+    tasks: Sequence[str],
+    *,
+    config: str | None,
+    overrides: Sequence[str],
+    teacher: str | None,
+    others: Sequence[str],
+    output: Path | None,
+    command: str,
+) -> SuiteResult:
+    """Evaluate a checkpoint beside its teacher, the control and others.
+
+    Args:
+        source: a run's folder or a checkpoint.
+        tasks: tasks in place of the configuration's.
+        config: file with settings, see `load_suite`.
+        overrides: changes of settings.
+        teacher: the teacher; None takes the run's.
+        others: further checkpoints.
+        output: where records go; None is the run's folder.
+        command: command that repeats the evaluation.
+
+    Returns:
+        What came of it.
+
+    Raises:
+        ConfigError: settings that break rules, or no place for the records.
+        SourceError: a checkpoint that cannot be loaded.
+        DataError: a checkpoint without a tokenizer.
+        OutputError: no teacher is given, and the checkpoint lies in no run.
+    """
+    settings = load_suite(config, tasks, overrides)
+    folder = output or run_folder_of(source)
+    if folder is None:
+        raise ConfigError(f"{source} lies in no run, so there is no place for the results; give one with --output")
+    contestants = load_contestants(source, teacher=teacher, others=others)
+    return run_suite(contestants, settings, folder, command=command, console=Console(stderr=True))
+
+
+def render_suite(result: SuiteResult) -> Table:
+    """Return the figures as a table for a rich console: a row per task and metric, a column per model."""
+    models = list(dict.fromkeys(record.model for record in result.records))
+    table = Table(title=f"Evaluation ({result.folder})", title_justify="left")
+    for heading in ("Task", "Metric", *models):
+        table.add_column(heading, justify="left" if heading in ("Task", "Metric") else "right")
+    by_task: dict[str, dict[str, EvalRecord]] = {}
+    for record in result.records:
+        by_task.setdefault(record.task, {})[record.model] = record
+    for task, of_model in by_task.items():
+        names = dict.fromkeys(name for record in of_model.values() for name in record.metrics)
+        for name in names:
+            cells = [format_metric(of_model[m].metrics.get(name)) if m in of_model else "–" for m in models]
+            table.add_row(task, name, *cells)
+        if not names:
+            table.add_row(task, "not measured", *["–" for _ in models])
+    for task in result.failures:
+        table.add_row(task, "failed", *["–" for _ in models])
+    return table
+
+
+def format_metric(metric: Metric | None) -> str:
+    """Return a metric with its standard error as text; a dash where it was not measured."""
+    if metric is None:
+        return "–"
+    error = "" if metric.standard_error is None else f" ± {metric.standard_error:.4f}"
+    return f"{metric.value:.4f}{error}"
+
+
+def load_suite(source: str | None, tasks: Sequence[str], overrides: Sequence[str]) -> SuiteSettings:
+    """Read the settings of an evaluation.
+
+    Args:
+        source: a `.yaml` file with the fields of `SuiteSettings`; None is all defaults.
+        tasks: tasks in place of the file's; empty keeps them.
+        overrides: `key=value` pairs with dotted keys, such as `niah.samples=4`.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ConfigError: the file is missing or no mapping, or settings break rules; all problems in one message.
+    """
+    content: dict[str, Any] = {}
+    if source is not None:
+        try:
+            content = parse_yaml(Path(source).read_text(encoding="utf-8"), source)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the evaluation settings {source} cannot be read: {error}") from error
+    content = apply_overrides(content, overrides)
+    if tasks:
+        content["tasks"] = list(tasks)
+    try:
+        return SuiteSettings.model_validate(content)
+    except ValidationError as error:
+        lines = "\n".join(f"  {line}" for line in describe_problems(error, SuiteSettings))
+        raise ConfigError(f"{source or 'the evaluation'} is not valid:\n{lines}") from error
+
+
+def run_suite(
+    contestants: Sequence[Contestant], settings: SuiteSettings, folder: Path, *, command: str, console: Console
+) -> SuiteResult:
+    """Measure every task on every contestant; what `folder` holds of equal settings is not measured again.
+
+    Args:
+        contestants: the models.
+        settings: what to measure.
+        folder: where records go (`evals/` in it).
+        command: command that repeats the evaluation.
+        console: where progress goes.
+
+    Returns:
+        The records, and why tasks failed; one that fails does not stop the others.
+    """
+    shared = _Rows(contestants[0], settings)
+    jobs: dict[str, Callable[..., list[EvalRecord]]] = {
+        "loss": lambda **how: run_loss(contestants, shared.rows(), shared.settings(), folder, **how),
+        "layers": lambda **how: run_layers(contestants, shared.rows_for_layers(), folder, seed=settings.seed, **how),
+        "niah": lambda **how: _niah(contestants, settings.niah, folder, **how),
+        "perplexity": _lm_eval_job((), contestants, settings.lm_eval, folder),
+        "glue-finetune": lambda **how: run_glue_finetune(contestants, settings.finetune, folder, **how),
+    }
+    records: list[EvalRecord] = []
+    failures: dict[str, str] = {}
+    for task in settings.tasks:
+        job = jobs.get(task) or _lm_eval_job((task,), contestants, settings.lm_eval, folder)
+        try:
+            with progress_bar(task, console) as advance:
+                records += job(command=command, progress=advance)
+        except SubquadError as error:
+            logger.error("%s could not be measured: %s", task, error)
+            failures[task] = str(error)
+    return SuiteResult(folder, records, failures)
+
+
+def _lm_eval_job(
+    tasks: tuple[str, ...], contestants: Sequence[Contestant], settings: LmEvalSettings, folder: Path
+) -> Callable[..., list[EvalRecord]]:
+    """Return the job of one task, or without tasks that of the text files."""
+
+    def job(*, command: str, progress: Callable[[int, int], None]) -> list[EvalRecord]:
+        if not tasks and not settings.text_files:
+            raise ConfigError("perplexity needs texts: lm_eval.text_files=[FILE]")
+        own = settings.model_copy(update={"tasks": tasks, "text_files": () if tasks else settings.text_files})
+        return run_lm_eval(contestants, own, folder, command=command, progress=progress)
+
+    return job
+
+
+def _niah(
+    contestants: Sequence[Contestant],
+    settings: NiahSettings,
+    folder: Path,
+    *,
+    command: str,
+    progress: Callable[[int, int], None],
+) -> list[EvalRecord]:
+    records = run_niah(contestants, settings, folder, command=command, progress=progress)
+    write_niah_plots(records, folder / RECORDS_FOLDER / "niah")
+    return records
+
+
+class _Rows:
+    """The held-out rows, tokenised when first asked for."""
+
+    def __init__(self, contestant: Contestant, suite: SuiteSettings) -> None:
+        self.contestant, self.suite = contestant, suite
+        self.found: Dataset | None = None
+
+    @property
+    def text(self) -> TextSource:
+        paths = self.suite.loss.text
+        return TextSource(kind="text", paths=paths) if paths else TextSource(kind="embedded", part="eval")
+
+    def rows(self) -> Sequence[Row]:
+        if self.found is None:
+            settings = self.suite.loss
+            context_length = self.contestant.context_length
+            if settings.seq_len > context_length:
+                raise ConfigError(
+                    f"loss.seq_len is {settings.seq_len}, beyond the model's context of {context_length}; lower it"
+                )
+            rows = build_token_dataset(
+                self.text,
+                self.contestant.tokenizer,
+                settings.seq_len,
+                max_tokens=settings.tokens,
+                seed=self.suite.seed,
+            )
+            assert isinstance(rows, Dataset), "local text is not streamed"
+            self.found = rows
+        return self.found
+
+    def rows_for_layers(self) -> Sequence[Row]:
+        rows = self.rows()
+        count = max(1, self.suite.loss.layer_tokens // self.suite.loss.seq_len)
+        return [rows[index] for index in range(min(count, len(rows)))]
+
+    def settings(self) -> LossSettings:
+        loss = self.suite.loss
+        return LossSettings(
+            data=self.text.describe(),
+            tokens=loss.tokens,
+            seq_len=loss.seq_len,
+            seed=self.suite.seed,
+            batch_size=loss.batch_size,
+            position_buckets=loss.position_buckets,
+        )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import NamedTuple
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from subquad.eval.modes import EvalMode, evaluation_mode
-from subquad.eval.records import Provenance
+from subquad.eval.records import EvalRecord, Provenance, load_record, record_path
 from subquad.eval.storage import collect_versions, git_commit
 
 
@@ -42,6 +47,24 @@ class Contestant:
     def context_length(self) -> int:
         """Longest sequence the model was made for, in tokens."""
         return int(self.model.config.max_position_embeddings)
+
+    @cached_property
+    def weights(self) -> str:
+        """Fingerprint of the weights: a checkpoint that is trained again under the same name is another one."""
+        digest = hashlib.sha256()
+        for name, parameter in self.model.named_parameters():
+            flat = parameter.detach().float()
+            digest.update(f"{name} {tuple(flat.shape)} {flat.sum().item()} {flat.square().sum().item()}\n".encode())
+        return digest.hexdigest()[:16]
+
+    def finished_record(self, folder: Path, task: str, settings: Mapping[str, Any]) -> EvalRecord | None:
+        """Return the record of a task that was measured on these weights with equal settings before, or None."""
+        path = record_path(folder, task, self.name)
+        if not path.is_file():
+            return None
+        record = load_record(path)
+        same = record.settings == json.loads(json.dumps(settings)) and record.provenance.weights == self.weights
+        return record if same else None
 
 
 class Clock(NamedTuple):
@@ -73,6 +96,7 @@ class Clock(NamedTuple):
         return Provenance(
             checkpoint=contestant.checkpoint,
             mode=contestant.mode,
+            weights=contestant.weights,
             versions=collect_versions(),
             commit=git_commit(),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from subquad.eval.contestants import Clock, Contestant
 from subquad.eval.loss import Row
-from subquad.eval.records import EvalRecord, Metric, finished_record, hash_prompts, save_record
+from subquad.eval.records import EvalRecord, Metric, hash_prompts, save_record
 from subquad.layers import SubquadAttention, converted_layers
 
 TASK = "layers"
@@ -105,7 +105,7 @@ def run_layers(
     for contestant in contestants:
         if contestant.mode not in ("student", None) or not converted_layers(contestant.model):
             continue
-        record = finished_record(folder, TASK, contestant.name, settings)
+        record = contestant.finished_record(folder, TASK, settings)
         if record is None:
             clock = Clock.start()
             layers = _measure(contestant, rows, progress)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from subquad.eval.contestants import Clock, Contestant
 from subquad.eval.loss import POSITION_BUCKETS, LossResult, Row, evaluate_loss, perplexity
-from subquad.eval.records import EvalRecord, Metric, finished_record, hash_prompts, save_record
+from subquad.eval.records import EvalRecord, Metric, hash_prompts, save_record
 
 
 class LossSettings(BaseModel):
@@ -68,7 +68,7 @@ def run_loss(
     chosen = settings.model_dump(mode="json") | {"rows_hash": prompts}
     records = []
     for contestant in contestants:
-        record = finished_record(folder, task, contestant.name, chosen)
+        record = contestant.finished_record(folder, task, chosen)
         if record is None:
             clock = Clock.start()
             result = evaluate_loss(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,6 +43,7 @@ class Provenance(_Frozen):
     Attributes:
         checkpoint: The model's folder, hub id or name.
         mode: Attention mode; None is the model as it stands.
+        weights: Fingerprint of the weights.
         versions: Python and package versions.
         commit: Git commit of subquad, `-dirty` appended with local changes; None outside a checkout.
         device: In words.
@@ -58,6 +58,7 @@ class Provenance(_Frozen):
 
     checkpoint: str
     mode: str | None
+    weights: str
     versions: dict[str, str]
     commit: str | None
     device: str
@@ -163,12 +164,3 @@ def load_records(folder: Path) -> list[EvalRecord]:
         OutputError: One of them is damaged.
     """
     return [load_record(path) for path in sorted((folder / RECORDS_FOLDER).glob("*/*.json"))]
-
-
-def finished_record(folder: Path, task: str, model: str, settings: Mapping[str, Any]) -> EvalRecord | None:
-    """Return the record of a task that was measured with equal settings before, or None."""
-    path = record_path(folder, task, model)
-    if not path.is_file():
-        return None
-    record = load_record(path)
-    return record if record.settings == json.loads(json.dumps(settings)) else None

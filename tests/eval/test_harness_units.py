@@ -23,6 +23,7 @@ from subquad.eval.records import EvalRecord, Metric, Provenance
 
 GENERATOR = np.random.default_rng(0)
 PROVENANCE = Provenance(
+    weights="0",
     checkpoint="tiny",
     mode=None,
     versions={},

@@ -37,7 +37,6 @@ from subquad.eval.records import (
     RECORDS_FOLDER,
     EvalRecord,
     Metric,
-    finished_record,
     hash_prompts,
     save_record,
 )
@@ -174,7 +173,7 @@ def _names(task: GlueTask) -> dict[str, GlueSplit]:
 def _finished(folder: Path, task: GlueTask, contestant: Contestant, settings: FinetuneSettings) -> list[EvalRecord]:
     """Return all records of a task and model, or none where one is missing."""
     found = [
-        finished_record(folder, TASK_PREFIX + name, contestant.name, settings.for_record()) for name in _names(task)
+        contestant.finished_record(folder, TASK_PREFIX + name, settings.for_record()) for name in _names(task)
     ]
     return [record for record in found if record is not None] if all(found) else []
 

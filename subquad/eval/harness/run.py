@@ -26,7 +26,6 @@ from subquad.eval.harness.tasks import Loaded, load_tasks
 from subquad.eval.records import (
     RECORDS_FOLDER,
     EvalRecord,
-    finished_record,
     load_record,
     record_path,
     save_record,
@@ -163,7 +162,7 @@ def _records(run: _Run, loaded: Loaded, contestant: Contestant) -> Iterator[tupl
     by_task = {}
     for name, task in loaded.tasks.items():
         settings = run.settings_of(loaded, task.VERSION, contestant)
-        record = finished_record(run.folder, record_name(name), contestant.name, settings)
+        record = contestant.finished_record(run.folder, record_name(name), settings)
         if record is None or not record.metrics:
             record = _measure(run, loaded, name, contestant, settings)
             save_record(record, run.folder)

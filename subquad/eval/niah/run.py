@@ -12,7 +12,7 @@ from subquad.eval.niah.measure import Outcome, measure
 from subquad.eval.niah.prompts import NiahPrompt, PromptSet, build_prompts
 from subquad.eval.niah.settings import NiahSettings
 from subquad.eval.niah.summary import baselines, context_notes, lengths_beyond, make_details, make_metrics
-from subquad.eval.records import RECORDS_FOLDER, EvalRecord, finished_record, save_record
+from subquad.eval.records import RECORDS_FOLDER, EvalRecord, save_record
 
 SAMPLES_FOLDER = "samples"
 Progress = Callable[[int, int], None]
@@ -86,7 +86,7 @@ def _entries(contestants: Sequence[Contestant], settings: NiahSettings, folder: 
             found = built[id(contestant.tokenizer)] = build_prompts(contestant.tokenizer, settings)
         left_out = [] if settings.beyond_context else lengths_beyond(contestant.context_length, settings)
         fitting = [prompt for prompt in found.prompts if prompt.length not in left_out]
-        record = finished_record(folder, settings.task, contestant.name, settings.identity())
+        record = contestant.finished_record(folder, settings.task, settings.identity())
         # The haystack's file may have changed under the same name.
         same = record is not None and record.provenance.prompts_hash == found.prompts_hash
         notes = context_notes(contestant.context_length, settings)

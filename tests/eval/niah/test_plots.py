@@ -18,6 +18,7 @@ LENGTHS, DEPTHS = (256, 512, 1024), (0.0, 0.5, 1.0)
 def make_record(model, cells, **changes):
     settings = NiahSettings(lengths=LENGTHS, depths=DEPTHS, samples=4, **changes)
     provenance = Provenance(
+        weights="0",
         checkpoint="folder",
         mode=None,
         versions={},

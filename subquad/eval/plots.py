@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
-from subquad.eval.results import LOSS_LABELS, CacheTable, PositionLoss, Results
+from subquad.eval.results import LOSS_LABELS, CacheTable
 from subquad.eval.style import (
     BLACK,
     BLUE,
     GREY,
     ORANGE,
-    SERIES,
+    RED,
     format_bytes,
     format_positions,
     new_figure,
     save_figure,
+    series_look,
 )
 from subquad.eval.training_log import TrainingCurve
 
@@ -45,26 +46,23 @@ class Plot:
     caption: str
 
 
-def write_plots(results: Results, curves: Sequence[TrainingCurve], folder: Path) -> list[Plot]:
-    """Draw every plot the results have data for.
+@dataclass(frozen=True)
+class PositionRow:
+    """Losses of several models on the tokens at `start <= position < end` in their document.
 
-    Args:
-        results: The run's results.
-        curves: Training curves of the stages.
-        folder: Where the PNG files go; created if missing.
-
-    Returns:
-        The plots, in the order of the report.
+    Attributes:
+        start: First position.
+        end: One past the last position; None for no bound.
+        num_tokens: Predicted tokens.
+        loss: Nats per token, by model.
+        error_to_teacher: Standard error of (model - teacher), by model; empty where there is none.
     """
-    plots = []
-    if len(results.by_position) > 1:
-        plots.append(plot_loss_by_position(results.by_position, folder / "loss_by_position.png"))
-    if results.cache_bytes is not None:
-        plots.append(plot_memory(results.cache_bytes, folder / "memory.png"))
-    for curve in curves:
-        if len(curve.tokens) > 1:
-            plots.append(plot_training(curve, folder / f"training_{curve.stage}.png"))
-    return plots
+
+    start: int
+    end: int | None
+    num_tokens: int
+    loss: Mapping[str, float]
+    error_to_teacher: Mapping[str, float]
 
 
 def plot_training(curve: TrainingCurve, path: Path) -> Plot:
@@ -95,38 +93,70 @@ def plot_training(curve: TrainingCurve, path: Path) -> Plot:
     return Plot(path, title, f"{story} Every point is measured on other text, so they scatter.")
 
 
-def plot_loss_by_position(buckets: Sequence[PositionLoss], path: Path) -> Plot:
+def plot_loss_by_position(rows: Sequence[PositionRow], path: Path) -> Plot:
     """Draw the loss above the teacher's, by position in the document.
 
-    The losses themselves differ far more between positions than between models, so the plot shows the difference.
+    The losses themselves differ far more between positions than between models, so the plot shows the difference; a
+    teacher alone, or models without one, are shown as they are.
 
     Args:
-        buckets: Losses by position.
+        rows: Losses by position.
         path: PNG to write.
 
     Returns:
         The plot.
     """
-    title = "What each model loses against the teacher, by position"
-    figure, axes = new_figure(title, "Position in the document (tokens)", "Loss above the teacher (nats per token)")
-    names = [name for name in LOSS_LABELS if all(name in bucket.loss for bucket in buckets)]
-    slots = range(len(buckets))
+    names = [name for name in rows[0].loss if all(name in row.loss for row in rows)]
+    compared = "teacher" in names and len(names) > 1
+    title, y_label, caption = "Loss by position", "Loss (nats per token)", "Held-out loss in buckets; lower is better."
+    if compared:
+        title = "What each model loses against the teacher, by position"
+        y_label = "Loss above the teacher (nats per token)"
+        caption = (
+            "Held-out loss minus the teacher's on the same tokens, in buckets of the number of tokens before the "
+            "predicted one; bars are standard errors of the paired difference. The teacher is the line at zero; lower "
+            "is better."
+        )
+    figure, axes = new_figure(title, "Position in the document (tokens)", y_label)
+    slots = range(len(rows))
+    labels = {str(name): label for name, label in LOSS_LABELS.items()}
     for name in names:
-        color, marker, dash = SERIES[name]
-        values = [bucket.loss[name] - bucket.loss["teacher"] for bucket in buckets]
-        errors = [bucket.error_to_teacher.get(name, 0.0) for bucket in buckets]
-        label = LOSS_LABELS[name]
+        color, marker, dash = series_look(name, names)
+        values = [row.loss[name] - (row.loss["teacher"] if compared else 0.0) for row in rows]
+        errors = [row.error_to_teacher.get(name, 0.0) for row in rows]
+        label = labels.get(name, name)
         axes.errorbar(slots, values, errors, color=color, marker=marker, linestyle=dash, linewidth=2, label=label)
-    labels = [format_positions(bucket.start, bucket.end) for bucket in buckets]
-    crowded = len(buckets) > 6
-    axes.set_xticks(list(slots), labels, rotation=30 if crowded else 0, ha="right" if crowded else "center")
+    ticks = [format_positions(row.start, row.end) for row in rows]
+    crowded = len(rows) > 6
+    axes.set_xticks(list(slots), ticks, rotation=30 if crowded else 0, ha="right" if crowded else "center")
     axes.legend(frameon=False, fontsize=10)
     save_figure(figure, path)
-    caption = (
-        "Held-out loss minus the teacher's on the same tokens, in buckets of the number of tokens before the predicted "
-        "one; bars are standard errors of the paired difference. The teacher is the line at zero; lower is better."
-    )
     return Plot(path, title, caption)
+
+
+def plot_layers(layers: Sequence[int], errors: Sequence[float], far_shares: Sequence[float | None], path: Path) -> Plot:
+    """Draw the relative error and the far share of every layer.
+
+    Args:
+        layers: Numbers of the layers.
+        errors: Relative squared error of each.
+        far_shares: Mean share of the attention in the far part; None where there is none.
+        path: PNG to write.
+
+    Returns:
+        The plot.
+    """
+    title = "Each converted layer: its error, and how much it looks far back"
+    figure, axes = new_figure(title, "Layer", "Share")
+    axes.plot(layers, errors, color=RED, marker="s", linewidth=2, label="relative error of the output")
+    known = [(layer, share) for layer, share in zip(layers, far_shares, strict=True) if share is not None]
+    if known:
+        axes.plot(*zip(*known, strict=True), color=BLUE, marker="o", linestyle="--", linewidth=2, label="far share")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=10)
+    save_figure(figure, path)
+    return Plot(path, title, "Squared error against the layer's own softmax on the same input; both are shares of 1.")
 
 
 def plot_memory(table: CacheTable, path: Path) -> Plot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -19,6 +20,7 @@ SERIES: dict[LossName, tuple[str, str, str]] = {
     "student": (BLUE, "D", "-"),
     "student_without_far": (RED, "v", "-."),
 }
+_OTHER_MARKERS = ("P", "X", "*", "<", ">")
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -56,6 +58,23 @@ def save_figure(figure: Figure, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
+
+
+def series_look(name: str, names: Sequence[str]) -> tuple[str, str, str]:
+    """Return colour, marker and dash of a model in a plot; models without a look of their own are grey.
+
+    Args:
+        name: The model.
+        names: All models of the plot.
+
+    Returns:
+        Colour, marker, dash.
+    """
+    known = {str(model): look for model, look in SERIES.items()}
+    if name in known:
+        return known[name]
+    others = [other for other in names if other not in known]
+    return GREY, _OTHER_MARKERS[others.index(name) % len(_OTHER_MARKERS)], "-"
 
 
 def format_bytes(num_bytes: float) -> str:

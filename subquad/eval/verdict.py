@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from subquad.eval.loss import compare_losses
+from subquad.eval.loss_record import unpack_loss
+from subquad.eval.records import EvalRecord
 from subquad.eval.results import LossName, PairedDifference, Results
 
 
@@ -48,8 +52,37 @@ def judge(results: Results) -> Verdict:
     return Verdict(_headline(outcomes), details, success)
 
 
+def judge_records(records: Sequence[EvalRecord]) -> Verdict | None:
+    """Say whether a student of an evaluation without a run beats the window-only control.
+
+    Args:
+        records: Records of all tasks; those of the held-out loss decide.
+
+    Returns:
+        The verdict; None without a student.
+    """
+    if not any(record.model == "student" for record in records):
+        return None
+    losses = {record.model: record for record in records if record.task == "loss"}
+    student = losses.get("student")
+    labels: dict[LossName, str] = {"window_only": "the window-only control", "teacher": "the teacher"}
+    pairs: dict[LossName, PairedDifference] = {}
+    for name in labels:
+        other = losses.get(name)
+        if student is None or other is None or student.settings != other.settings:
+            continue
+        pair = compare_losses(unpack_loss(student.details), unpack_loss(other.details))
+        pairs[name] = PairedDifference(
+            first="student", second=name, difference=pair.difference, standard_error=pair.standard_error
+        )
+    control = pairs.get("window_only")
+    outcomes = {} if control is None else {labels["window_only"]: _outcome(control)}
+    details = [_sentence(labels[name], pair) for name, pair in pairs.items()]
+    return Verdict(_headline(outcomes), details, list(outcomes.values()) == ["beats"])
+
+
 def _outcome(pair: PairedDifference) -> str:
-    if not pair.clear:
+    if not pair.clear or pair.difference == 0:
         return "ties with"
     return "beats" if pair.difference < 0 else "does not beat"
 

@@ -7,7 +7,14 @@ import sys
 import pytest
 
 from subquad.eval import plots
-from subquad.eval.plots import crossover_sentence, plot_memory, plot_training, write_plots
+from subquad.eval.plots import (
+    PositionRow,
+    crossover_sentence,
+    plot_layers,
+    plot_loss_by_position,
+    plot_memory,
+    plot_training,
+)
 from subquad.eval.style import SERIES, format_bytes, format_positions, format_seconds
 from subquad.eval.training_log import TrainingCurve
 
@@ -28,10 +35,20 @@ def drawn(monkeypatch):
     return axes
 
 
+ROWS = [
+    PositionRow(0, 64, 100, {"teacher": 3.41, "window_only": 3.42, "other": 3.6}, {"window_only": 0.01}),
+    PositionRow(64, None, 200, {"teacher": 2.87, "window_only": 3.07, "other": 3.0}, {"window_only": 0.02}),
+]
+
+
 def test_every_plot_has_title_and_axis_labels(tmp_path, drawn):
-    curves = [TrainingCurve("stage1", [1, 2, 3], [0.5, 0.4, 0.3]), TrainingCurve("stage2", [1], [0.5])]
-    made = write_plots(make_results(), curves, tmp_path)
-    assert [plot.path.name for plot in made] == ["loss_by_position.png", "memory.png", "training_stage1.png"]
+    made = [
+        plot_training(TrainingCurve("stage1", [1, 2, 3], [0.5, 0.4, 0.3]), tmp_path / "training.png"),
+        plot_memory(make_results().cache_bytes, tmp_path / "memory.png"),
+        plot_loss_by_position(ROWS, tmp_path / "loss.png"),
+        plot_layers([0, 1], [0.1, 0.2], [0.3, None], tmp_path / "layers.png"),
+    ]
+    assert all(plot.path.is_file() and plot.alt and plot.caption for plot in made)
     for axes in drawn:
         assert axes.get_title(loc="left")
         assert axes.get_xlabel()
@@ -39,12 +56,29 @@ def test_every_plot_has_title_and_axis_labels(tmp_path, drawn):
     assert "matplotlib.pyplot" not in sys.modules or sys.modules["matplotlib.pyplot"].get_fignums() == []
 
 
+def lines_of(axes):
+    handles, labels = axes.get_legend_handles_labels()
+    return {label: list(handle.lines[0].get_ydata()) for handle, label in zip(handles, labels, strict=True)}
+
+
 def test_loss_by_position_draws_the_difference_to_the_teacher(tmp_path, drawn):
-    write_plots(make_results(cache_bytes=None), [], tmp_path)
-    handles, labels = drawn[0].get_legend_handles_labels()
-    lines = {label: list(handle.lines[0].get_ydata()) for handle, label in zip(handles, labels, strict=True)}
-    assert lines["Teacher (softmax)"] == [0, 0, 0]
-    assert lines["Window-only control"] == pytest.approx([0.01, 0.20, 0.20])
+    plot_loss_by_position(ROWS, tmp_path / "loss.png")
+    lines = lines_of(drawn[0])
+    assert lines["Teacher (softmax)"] == [0, 0]
+    assert lines["Window-only control"] == pytest.approx([0.01, 0.20])
+    assert lines["other"] == pytest.approx([0.19, 0.13])
+
+
+def test_loss_by_position_of_a_lone_model_is_the_loss_itself(tmp_path, drawn):
+    rows = [PositionRow(row.start, row.end, 1, {"teacher": row.loss["teacher"]}, {}) for row in ROWS]
+    plot = plot_loss_by_position(rows, tmp_path / "loss.png")
+    assert lines_of(drawn[0])["Teacher (softmax)"] == [3.41, 2.87]
+    assert plot.alt == "Loss by position"
+
+
+def test_a_layer_without_far_part_leaves_no_point(tmp_path, drawn):
+    plot_layers([0, 1], [0.1, 0.2], [0.3, None], tmp_path / "layers.png")
+    assert [list(line.get_ydata()) for line in drawn[0].get_lines()] == [[0.1, 0.2], [0.3]]
 
 
 def test_memory_marks_measured_points_and_the_crossover(tmp_path, drawn):

@@ -60,7 +60,10 @@ class Difference:
 
 def format_number(value: float, standard_error: float | None, decimals: int, sign: str = "") -> str:
     """Return a number with its standard error, such as `0.560 ± 0.035`."""
-    error = "" if standard_error is None else f" ± {standard_error:.{decimals}f}"
+    error = ""
+    if standard_error is not None:
+        text = f"{standard_error:.{decimals}f}"
+        error = f" ± <{10**-decimals:.{decimals}f}" if standard_error and float(text) == 0 else f" ± {text}"
     return f"{value:{sign},.{decimals}f}{error}"
 
 

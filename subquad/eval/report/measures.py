@@ -12,7 +12,7 @@ from subquad.eval.loss import perplexity
 from subquad.eval.niah.cells import CellScore, pooled
 from subquad.eval.niah.stats import mean_and_error, wilson_interval
 from subquad.eval.records import EvalRecord, Metric
-from subquad.eval.report.blocks import DASH, Cell, Missing
+from subquad.eval.report.blocks import Cell, Missing
 from subquad.eval.report.data import ByMetric, ByModel, RunData
 from subquad.eval.report.differences import (
     Difference,
@@ -42,7 +42,8 @@ class Measure:
         note: On what it was measured.
         cost: Student minus teacher.
         gain: Student minus the window-only control.
-        told: Whether the sentences above the table name it.
+        told: What the sentences above the table call it; empty where they leave it out.
+        task: The task, where the label does not say it.
         conditions: What must be equal to compare models and runs, by model.
     """
 
@@ -51,8 +52,14 @@ class Measure:
     note: str = ""
     cost: Cell | None = None
     gain: Cell | None = None
-    told: bool = False
+    told: str = ""
+    task: str = ""
     conditions: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The label with the task: what tells it from the other rows."""
+        return f"{self.label} ({self.task})" if self.task else self.label
 
 
 def measures_of(run: RunData) -> list[Measure]:
@@ -121,7 +128,7 @@ def _loss_of_run(results: Results) -> list[Measure]:
     cost, gain = (_nats_cell(pair) for pair in pairs)
     more = [_perplexity_cell(pair, loss.student) for pair in pairs]
     return [
-        Measure("Loss (nats/token)", nats, cost=cost, gain=gain, told=True, **shared),
+        Measure("Loss (nats/token)", nats, cost=cost, gain=gain, told="loss", **shared),
         Measure("Perplexity", perplexities, cost=more[0], gain=more[1], **shared),
     ]
 
@@ -146,7 +153,9 @@ def _loss_of_records(run: RunData, task: str) -> list[Measure]:
     rows = metric_rows(run, task, ("loss", "perplexity"))
     labels = {"loss": "Loss (nats/token)", "perplexity": "Perplexity"}
     return [
-        Measure(labels[name], row.values, note, row.cost, row.gain, name == "loss", row.conditions)
+        Measure(
+            labels[name], row.values, note, row.cost, row.gain, name if name == "loss" else "", task, row.conditions
+        )
         for name, row in zip(labels, rows, strict=False)
     ]
 
@@ -219,7 +228,8 @@ def _glue(run: RunData, prefix: str, how: str) -> list[Measure]:
         for model, average in averages.items()
     }
     cost, gain = (_glue_difference(shared, prefix, found) for found in (run.costs, run.gains))
-    return [Measure(f"GLUE average, {how}", values, note, cost, gain, True, _glue_conditions(shared, models))]
+    at = _glue_conditions(shared, models)
+    return [Measure(f"GLUE average, {how}", values, note, cost, gain, f"GLUE {how}", conditions=at)]
 
 
 def _glue_conditions(shared: dict[str, ByModel], models: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -271,7 +281,7 @@ def _needle(run: RunData, task: str) -> list[Measure]:
     if not lengths:
         return []
     span = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
-    labels: dict[CellScore, str] = {"accuracy": "Needle accuracy", "key_logprob": "Needle, log prob. of the key"}
+    labels: dict[CellScore, str] = {"accuracy": "Needle accuracy", "key_logprob": "Needle log probability"}
     rows = []
     for score, label in labels.items():
         numbers = {model: pooled(found, score) for model, found in shared.items()}
@@ -285,7 +295,11 @@ def _needle(run: RunData, task: str) -> list[Measure]:
         decimals = 3 if score == "accuracy" else 2
         cost, gain = _cost_and_gain(run, task, score, decimals)
         at = {model: conditions(record) for model, record in by_model.items()}
-        rows.append(Measure(label, {m: to_cell(v) for m, v in numbers.items()}, note, cost, gain, True, at))
+        rows.append(
+            Measure(
+                label, {m: to_cell(v) for m, v in numbers.items()}, note, cost, gain, label[0].lower() + label[1:], at
+            )
+        )
     return rows
 
 
@@ -334,13 +348,10 @@ def mismatches(measure: Measure) -> str:
 
 
 def told(measures: Sequence[Measure], of: Callable[[Measure], Cell | None]) -> str:
-    """Return the differences of the rows that matter as one phrase, empty without any."""
-    parts = []
+    """Return the differences of the rows that matter as one phrase, the first of each kind; empty without any."""
+    parts: dict[str, str] = {}
     for measure in measures:
         cell = of(measure)
-        if measure.told and cell is not None and cell.text != DASH:
-            label = (
-                measure.label[0].lower() + measure.label[1:] if not measure.label.startswith("GLUE") else measure.label
-            )
-            parts.append(f"{label} {cell.text} ({cell.word})")
-    return "; ".join(parts)
+        if measure.told and cell is not None:
+            parts.setdefault(measure.told, f"{measure.told} {cell.text} ({cell.word})")
+    return "; ".join(parts.values())

@@ -15,7 +15,7 @@ from subquad.eval.report.data import RunData
 from subquad.eval.report.differences import conditions, differing, is_needle
 
 _SCORES: tuple[CellScore, ...] = ("accuracy", "key_logprob")
-_AXES: tuple[tuple[Axis, str], ...] = (("length", "length of the prompt"), ("depth", "depth of the needle"))
+_AXES: tuple[Axis, ...] = ("length", "depth")
 
 
 def needle_section(run: RunData, folder: Path) -> Section:
@@ -54,11 +54,13 @@ def _task_blocks(task: str, records: Sequence[EvalRecord], folder: Path) -> list
     plots = write_niah_plots(alike, folder)
     for record in others:
         plots += write_niah_plots([record], folder)
-    blocks.append(Figures(plots, small=True))
-    for axis, title in _AXES:
-        for score in _SCORES:
-            if any(cell.samples(score) for record in alike for cell in cells_of(record)):
-                blocks += [Heading(f"{SCORE_LABELS[score]} by {title}"), _table(axis_table(alike, axis, score))]
+    for score in _SCORES:
+        # write_niah_plots names its files so
+        shown = [plot for plot in plots if plot.path.name.startswith(f"{task}_{score}_")]
+        if shown:
+            blocks += [Heading(SCORE_LABELS[score]), Figures(shown, small=True)]
+        if any(cell.samples(score) for record in alike for cell in cells_of(record)):
+            blocks += [_table(axis_table(alike, axis, score)) for axis in _AXES]
     by_model = {record.model: record for record in alike}
     for pair in COMPARISONS:
         if all(name in by_model for name in pair):

@@ -352,6 +352,11 @@ def test_other_settings_and_damaged_files_are_trained_again(tmp_path, caplog):
     run(models, settings(data, learning_rate=2e-2), tmp_path)
     after = json.loads(path.read_text())
     assert before["curve"] != after["curve"]
+    changed = toy_model()
+    with torch.no_grad():
+        changed.model.norm.weight.mul_(1.5)
+    run(contestants("student", model=changed), settings(data, learning_rate=2e-2), tmp_path)
+    assert json.loads(path.read_text())["curve"] != after["curve"]
     path.write_text("{")
     with caplog.at_level(logging.WARNING):
         run(models, settings(data, learning_rate=2e-2, seeds=(0, 1)), tmp_path)

@@ -56,7 +56,8 @@ def plot_finetuned(records: Sequence[EvalRecord], path: Path) -> Plot:
         line = axes.hlines(baselines[slot], index - 0.45, index + 0.45, color=GREY, linestyle="--", linewidth=1.5)
         if index == 0:
             line.set_label("one answer to every row")
-    axes.set_xticks(range(len(slots)), [f"{task.removeprefix(TASK_PREFIX)}\n{name}" for task, name in slots])
+    names = [(task.removeprefix(TASK_PREFIX).replace("_", "\n"), name) for task, name in slots]
+    axes.set_xticks(range(len(slots)), [f"{task}\n{name}" for task, name in names])
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.margins(x=0.02)
     axes.legend(frameon=False, fontsize=10)

@@ -172,9 +172,7 @@ def _names(task: GlueTask) -> dict[str, GlueSplit]:
 
 def _finished(folder: Path, task: GlueTask, contestant: Contestant, settings: FinetuneSettings) -> list[EvalRecord]:
     """Return all records of a task and model, or none where one is missing."""
-    found = [
-        contestant.finished_record(folder, TASK_PREFIX + name, settings.for_record()) for name in _names(task)
-    ]
+    found = [contestant.finished_record(folder, TASK_PREFIX + name, settings.for_record()) for name in _names(task)]
     return [record for record in found if record is not None] if all(found) else []
 
 

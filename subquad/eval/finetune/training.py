@@ -128,7 +128,7 @@ class SeedJob:
         """Everything that decides the result."""
         return {
             "settings": self.settings.for_training(),
-            "checkpoint": self.contestant.checkpoint,
+            "weights": self.contestant.weights,
             "mode": self.contestant.mode,
             "validation": {split: encoded.hash for split, encoded in self.evals.items()},
             "train_rows": len(self.train),

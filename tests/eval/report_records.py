@@ -52,9 +52,8 @@ def loss_record(model: str, num_rows: int = 12) -> EvalRecord:
     hard = 3 + 0.3 * torch.rand(num_rows, 1, generator=generator, dtype=torch.float64)
     known = {"teacher": [0.0, 0.0, 0.0], "window_only": [0.0, 0.1, 0.25], "student": [0.01, 0.02, 0.06]}
     above = known.get(model, [0.5, 0.5, 0.5])
-    noise = 0.02 * torch.rand(
-        num_rows, 3, generator=torch.Generator().manual_seed(sum(map(ord, model))), dtype=torch.float64
-    )
+    generator.manual_seed(sum(map(ord, model)))
+    noise = 0.02 * torch.rand(num_rows, 3, generator=generator, dtype=torch.float64)
     result = LossResult((hard + torch.tensor(above) + noise) * tokens, tokens, (64, 128))
     error = result.standard_error or 0.0
     return EvalRecord(

@@ -78,12 +78,13 @@ def compose_comparison(runs: Sequence[RunData]) -> Report:
 
 
 def _named(runs: Sequence[RunData]) -> dict[str, RunData]:
-    """Give every run a name of its own: its own name, with its folder's where two have the same."""
+    """Give every run a name of its own: its folder's where two have the same, or the whole path."""
     names = [run.name for run in runs]
+    folders = [run.folder.resolve().name for run in runs]
     found: dict[str, RunData] = {}
-    for run in runs:
-        name = run.name if names.count(run.name) == 1 else f"{run.name} ({run.folder.resolve().name})"
-        found[name if name not in found else f"{name} ({run.folder})"] = run
+    for run, name, folder in zip(runs, names, folders, strict=True):
+        unique = name if names.count(name) == 1 else folder if folders.count(folder) == 1 else str(run.folder)
+        found[unique if unique not in found else str(run.folder)] = run
     return found
 
 
@@ -92,15 +93,11 @@ def _task_measures(run: RunData) -> list[Measure]:
 
 
 def _rows(by_run: Mapping[str, Sequence[Measure]]) -> list[tuple[str, _ByRun]]:
-    """Bring the rows of several runs together by their labels, in the order in which they appear first."""
+    """Bring the rows of several runs together by their names, in the order in which they appear first."""
     found: dict[str, dict[str, Measure]] = {}
-    for name, measures in by_run.items():
-        count: dict[str, int] = {}
+    for run, measures in by_run.items():
         for measure in measures:
-            # A run may have two losses, of its own text and of an evaluation's.
-            number = count[measure.label] = count.get(measure.label, 0) + 1
-            label = measure.label if number == 1 else f"{measure.label} ({number})"
-            found.setdefault(label, {})[name] = measure
+            found.setdefault(measure.name, {})[run] = measure
     return list(found.items())
 
 

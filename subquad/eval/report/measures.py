@@ -103,7 +103,7 @@ def missing_of(run: RunData) -> list[Missing]:
     ]
     found = [Missing(what, f"subquad eval {folder} --tasks {task}") for what, task, there in checks if not there]
     if run.results is None or run.results.cache_bytes is None:
-        found.append(Missing("memory while generating", "subquad run RECIPE, which measures it at its end"))
+        found.append(Missing("memory while generating (a run measures it at its end)"))
     if not any(record.task.startswith(SPEED_PREFIX) for record in records):
         found.append(Missing("speed"))
     return found
@@ -149,14 +149,12 @@ def _perplexity_cell(pair: PairedDifference | None, student: float) -> Cell | No
 def _loss_of_records(run: RunData, task: str) -> list[Measure]:
     first = next(iter(run.by_task[task].values()))
     num = first.metrics["loss"].num
-    note = f"{first.settings.get('data', first.task)}, {num:,} tokens (task {first.task})"
+    note = f"{first.settings.get('data', first.task)}, {num:,} tokens (task {task})"
     rows = metric_rows(run, task, ("loss", "perplexity"))
-    labels = {"loss": "Loss (nats/token)", "perplexity": "Perplexity"}
+    labels = {"loss": ("Loss (nats/token)", "loss"), "perplexity": ("Perplexity", "")}
     return [
-        Measure(
-            labels[name], row.values, note, row.cost, row.gain, name if name == "loss" else "", task, row.conditions
-        )
-        for name, row in zip(labels, rows, strict=False)
+        Measure(label, row.values, note, row.cost, row.gain, short, task, row.conditions)
+        for (label, short), row in zip(labels.values(), rows, strict=False)
     ]
 
 
@@ -295,11 +293,9 @@ def _needle(run: RunData, task: str) -> list[Measure]:
         decimals = 3 if score == "accuracy" else 2
         cost, gain = _cost_and_gain(run, task, score, decimals)
         at = {model: conditions(record) for model, record in by_model.items()}
-        rows.append(
-            Measure(
-                label, {m: to_cell(v) for m, v in numbers.items()}, note, cost, gain, label[0].lower() + label[1:], at
-            )
-        )
+        values = {model: to_cell(found) for model, found in numbers.items()}
+        short = label[0].lower() + label[1:]
+        rows.append(Measure(label, values, note, cost, gain, short, task, at))
     return rows
 
 

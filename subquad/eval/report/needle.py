@@ -15,6 +15,7 @@ from subquad.eval.report.data import RunData
 from subquad.eval.report.differences import conditions, differing, is_needle
 
 _SCORES: tuple[CellScore, ...] = ("accuracy", "key_logprob")
+_HAYSTACKS = {"filler": "repeated filler", "embedded": "prose of the embedded corpus", "text": "prose of given files"}
 _AXES: tuple[Axis, ...] = ("length", "depth")
 
 
@@ -77,9 +78,9 @@ def _words(record: EvalRecord) -> str:
     needle = "a word" if settings.get("needle") == "words" else f"a number of {settings.get('key_digits')} digits"
     if settings.get("paper"):
         needle = "a number from 1 to 10,000, stated twice,"
-    num = settings.get("samples")
+    haystack, num = _HAYSTACKS.get(settings.get("haystack", ""), "a text"), settings.get("samples")
     return (
-        f"The model is asked for {needle} hidden in a {settings.get('haystack')} haystack, {num} prompts per length "
+        f"The model is asked for {needle} hidden in {haystack}, {num} prompts per length "
         "and depth. Exact answers are what greedy decoding writes, with 95 % Wilson intervals; the log probability "
         "of the key given the prompt is smoother and shows a signal before a model answers exactly."
     )

@@ -32,7 +32,8 @@ def make_problem(
     tiles: Tiles | None = None,
 ) -> Problem:
     """Lay a call out for the kernels; `chunk_size` is rounded up to whole tiles, of the table unless given."""
-    tiles = tiles or tiles_on(q.device, max(k.shape[3], v.shape[3]), max(orders))
+    operands = operands_for(v.dtype, precision)
+    tiles = tiles or tiles_on(q.device, max(k.shape[3], v.shape[3]), max(orders), operands.dtype.itemsize)
     widest = max(tiles.forward.rows, tiles.dq.rows, tiles.dk.rows, tiles.dv.rows, tiles.scan.tokens)
     widest = max(widest, tiles.prepare.rows, *(tile.inner for tile in (tiles.forward, tiles.dq, tiles.dk, tiles.dv)))
     chunk_size = -(-chunk_size // widest) * widest
@@ -48,7 +49,7 @@ def make_problem(
         orders=orders,
         scale=scale,
         chunk_size=chunk_size,
-        operands=operands_for(v.dtype, precision),
+        operands=operands,
         tiles=tiles,
     )
 

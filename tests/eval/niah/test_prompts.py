@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import re
 from pathlib import Path
@@ -121,17 +122,40 @@ def test_depth_is_the_share_of_the_haystack_before_the_needle(tokenizer, haystac
     assert last.distance == last.length - last.key_spans[-1][1] < 60
 
 
-def test_the_needle_stands_between_sentences(tokenizer, tmp_path):
-    (tmp_path / "prose.txt").write_text(numbered_prose(200))
+def test_the_haystack_is_one_excerpt_with_the_needle_between_two_sentences(tokenizer, tmp_path):
+    prose = numbered_prose(200)
+    (tmp_path / "prose.txt").write_text(prose)
+    places = set()
     for prompt in build(tokenizer, haystack="text", paths=(str(tmp_path / "prose.txt"),)).prompts:
-        before, after = re.split(r" The pass key is \d+\. Remember it\.", text_of(tokenizer, prompt.input_ids))
-        assert before.endswith(("!", "?", "."))
-        if 0 < prompt.depth < 1:
-            assert re.match(r" (Mr|He|Nobody|It|The|Sentence) ", after.replace("Mr.", "Mr"))
+        text = text_of(tokenizer, prompt.input_ids)[len(INTRODUCTION) : -len(" What is the pass key? The pass key is")]
+        before, after = re.split(r" The pass key is \d+\. Remember it\.", text.split(" What is")[0])
+        excerpt = f"{before.strip()} {after.strip()}".strip()
+        # The text is a ring.
+        assert excerpt in f"{prose} {prose}"
+        places.add(f"{prose} {prose}".index(excerpt))
+        if before:
+            assert before.endswith(("!", "?", "."))
+    # Every prompt has an excerpt of its own.
+    assert len(places) > 20
+
+
+def test_distractors_and_further_values_stand_between_sentences_on_both_sides():
+    tokenizer = tiny_tokenizer()
+    sides = set()
+    for prompt in build(tokenizer, num_keys=3, depths=(0.5,), samples=8).prompts:
+        text = text_of(tokenizer, prompt.input_ids)
+        needles = list(re.finditer(r" The pass key of \w+ is (\d+)\. Remember it\.", text))
+        assert len(needles) == 3
+        ends = ("there.", "it.", *(sentence.split()[-1] for sentence in FILLER_SENTENCES))
+        assert all(text[: needle.start()].endswith(ends) for needle in needles)
+        sides.add([needle.group(1) for needle in needles].index(prompt.values[0]))
+    assert sides == {0, 1, 2}
 
 
 def numbered_prose(num):
-    return " ".join(f"{PROSE.strip()} Sentence {'x' * (index % 7 + 3)} ends." for index in range(num))
+    """Prose in which no passage occurs twice."""
+    names = ("".join("abcdefghij"[int(digit)] for digit in f"{index:03}") for index in range(num))
+    return " ".join(f"{PROSE.strip()} Sentence {name} ends." for name in names)
 
 
 @pytest.mark.parametrize("variant", [{}, {"num_keys": 5}, {"needle": "words"}, {"paper": True}], ids=str)
@@ -156,7 +180,7 @@ def test_keys_that_cannot_be_new_are_an_error(tmp_path):
 
 def test_equal_settings_give_equal_prompts_and_other_seeds_do_not():
     tokenizer = tiny_tokenizer()
-    first, second, other = build(tokenizer), build(tiny_tokenizer()), build(tokenizer, seed=1)
+    first, second, other = build(tokenizer), build(copy.deepcopy(tokenizer)), build(tokenizer, seed=1)
     assert first == second
     assert first.prompts_hash != other.prompts_hash
     assert len({prompt.values for prompt in first.prompts}) == len(first.prompts)

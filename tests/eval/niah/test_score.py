@@ -120,14 +120,16 @@ def test_prefill_is_one_forward_and_decoding_reads_one_token(name):
 def test_teacher_forcing_is_one_forward_with_logits_for_the_answer_alone(name):
     model, mode = make_model(name)
     forwards, heads = [], []
-    model.model.register_forward_pre_hook(
-        lambda _, args, kwargs: forwards.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
+    model.model.register_forward_pre_hook(lambda _, args, kwargs: forwards.append(kwargs), with_kwargs=True)
     model.lm_head.register_forward_hook(lambda _, args, out: heads.append(tuple(out.shape)))
     with evaluation_mode(model, mode):
-        score_answers(model, _Tokenizer(), token_rows((30, 20), seed=4), token_rows((3, 6), seed=5))
-    assert forwards == [(2, 33)]
-    assert heads == [(2, 7, VOCAB)]
+        score_answers(model, _Tokenizer(), token_rows((30, 28), seed=4), token_rows((3, 3), seed=5))
+    (found,) = forwards
+    assert found["input_ids"].shape == (2, 33)
+    assert found["attention_mask"].sum(1).tolist() == [33, 31]
+    assert found["position_ids"].tolist() == [list(range(33)), [0, 0, *range(31)]]
+    assert found["use_cache"] is False
+    assert heads == [(2, 4, VOCAB)]
 
 
 def test_generation_is_greedy_whatever_the_checkpoint_asks_for():

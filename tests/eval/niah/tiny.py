@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -30,6 +32,7 @@ def _corpus() -> list[str]:
     return [" ".join([INTRODUCTION, *FILLER_SENTENCES, *forms, names, words, numbers])] * 3
 
 
+@lru_cache
 def tiny_tokenizer(kind: str = "digits", *, bos: bool = False, eos: bool = False) -> PreTrainedTokenizerFast:
     """A trained tokenizer.
 

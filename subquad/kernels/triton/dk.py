@@ -7,16 +7,16 @@ import triton.language as tl
 
 from subquad.kernels.triton.primitives import (
     RUNTIME_SIZES,
+    add_product,
     causal_factor,
     contract_products,
     decay_factor,
-    load_matrix,
     load_queries,
-    load_symmetric,
     load_tile,
     polynomial,
     polynomial_slope,
     store_tile,
+    times_symmetric,
 )
 
 
@@ -77,7 +77,7 @@ def dk_kernel(
     decay_len,
     num_tiles,
     first_reads,
-    HKV,
+    HKV: tl.constexpr,
     G: tl.constexpr,
     d: tl.constexpr,
     e: tl.constexpr,
@@ -114,10 +114,6 @@ def dk_kernel(
     padded_len = num_chunks * chunk_size
     first_key = (batch * T + first) * HKV + kv_head
     p_k += first_key * d
-    b_k = load_tile(p_k, HKV * d, m_s, BT, d, BD)
-    b_k32 = b_k.to(tl.float32)
-    b_k = b_k.to(OPERAND)
-    b_v = load_tile(p_v + first_key * e, HKV * e, m_s, BT, e, BE).to(OPERAND)
     b_weight = tl.load(p_weight + first_key + o_local * HKV, mask=m_s, other=0.0)
     b_high_s = tl.zeros([BT], dtype=tl.float32)
     b_low_s = tl.zeros([BT], dtype=tl.float32)
@@ -141,16 +137,34 @@ def dk_kernel(
         if HAS2:
             p_products += (sequence * num_chunks + chunk) * products * e
             columns = tl.where((chunk < num_chunks - 1) | (first_reads != 0), d, 0)
-            b_dk = contract_products(p_k, HKV * d, m_s, b_v, p_products, columns, d, e, BT, BD, BE, PRECISION)
-            b_z = load_symmetric(p_norm + rest, d, BD)
-            b_dk += tl.dot(b_k32, b_z, input_precision="tf32x3") * (2.0 * b_weight)[:, None]
+            b_dk = times_symmetric(p_k, HKV * d, m_s, p_norm + rest, d, BT, BD) * (2.0 * b_weight)[:, None]
+            b_vs = load_tile(p_v + first_key * e, HKV * e, m_s, BT, e, BE).to(OPERAND)
+            b_dk = contract_products(b_dk, p_k, HKV * d, m_s, b_vs, p_products, columns, d, e, BT, BD, BE, PRECISION)
         if HAS1:
-            b_s = load_matrix(p_rest + HAS0 * e, d, e, BD, BE).to(OPERAND)
             b_z1 = tl.load(p_norm + HAS0 + o_d, mask=o_d < d, other=0.0)
-            b_dk += tl.dot(b_v, tl.trans(b_s), input_precision=PRECISION) + b_weight[:, None] * b_z1[None, :]
+            b_dk += b_weight[:, None] * b_z1[None, :]
+            b_dk = add_product(
+                b_dk,
+                p_v + first_key * e,
+                HKV * e,
+                m_s,
+                p_rest + HAS0 * e,
+                1.0,
+                1,
+                e,
+                e,
+                d,
+                BT,
+                BD,
+                32,
+                OPERAND,
+                PRECISION,
+            )
         if DECAY:
             last = start + (chunk + 1) * chunk_size - 1
             b_dk *= decay_factor(tl.load(p_high + last), tl.load(p_low + last), high_after, low_after)
+    b_k = load_tile(p_k, HKV * d, m_s, BT, d, BD).to(OPERAND)
+    b_v = load_tile(p_v + first_key * e, HKV * e, m_s, BT, e, BE).to(OPERAND)
     b_inside = tl.zeros([BT], dtype=tl.float32)
     chunk_stop = tl.minimum(start + (chunk + 1) * chunk_size, stop)
     for group in range(G):

@@ -7,14 +7,16 @@ import triton.language as tl
 
 from subquad.kernels.triton.primitives import (
     RUNTIME_SIZES,
+    add_product,
+    bilinear_form,
     causal_factor,
     contract_products,
     decay_factor,
-    load_matrix,
-    load_symmetric,
+    decay_from,
     load_tile,
     polynomial_slope,
     store_tile,
+    times_symmetric,
 )
 
 
@@ -34,7 +36,7 @@ def _dq_from_keys(
     p_coefs,
     m_s,
     scale,
-    HKV,
+    HKV: tl.constexpr,
     num_heads,
     d: tl.constexpr,
     e: tl.constexpr,
@@ -93,7 +95,7 @@ def dq_kernel(
     decay_len,
     num_tiles,
     first_reads,
-    HKV,
+    HKV: tl.constexpr,
     G: tl.constexpr,
     d: tl.constexpr,
     e: tl.constexpr,
@@ -136,27 +138,17 @@ def dq_kernel(
     reads_stride = (tl.num_programs(0) // num_tiles).to(tl.int64) * padded_len
     p_q += ((batch * TQ + first - ahead) * num_heads + head) * d
     p_coefs += head
-    b_high_t = tl.zeros([BT], dtype=tl.float32)
-    b_low_t = tl.zeros([BT], dtype=tl.float32)
     high_before = 0.0
     low_before = 0.0
     before = 1.0
-    b_after = tl.zeros([BT], dtype=tl.float32) + 1.0
     if DECAY:
         p_high += sequence * decay_len
         p_low += sequence * decay_len
-        b_high_t = tl.load(p_high + o_t)
-        b_low_t = tl.load(p_low + o_t)
         # The decay up to the tile's first query; from there on the tile is on its own.
         inside = first > start + chunk * chunk_size
         high_before = tl.load(p_high + first - 1, mask=inside, other=0.0)
         low_before = tl.load(p_low + first - 1, mask=inside, other=0.0)
         before = decay_factor(high_before, low_before, 0.0, 0.0)
-        b_after = decay_factor(b_high_t, b_low_t, high_before, low_before)
-    b_q = load_tile(p_q, num_heads * d, m_t, BT, d, BD)
-    b_q32 = b_q.to(tl.float32)
-    b_q = b_q.to(OPERAND)
-    b_g = load_tile(p_gradient + local_row * e, e, m_t, BT, e, BE)
     b_g1 = tl.load(p_normaliser_gradient + local_row + o_local)
     b_dq = tl.zeros([BT, BD], dtype=tl.float32)
     if STATE:
@@ -165,32 +157,63 @@ def dq_kernel(
         rows: tl.constexpr = rest + products
         p_rest += (sequence * num_chunks + chunk) * (rest * e + rows)
         p_norm = p_rest + rest * e
+        if HAS0 and READS:
+            b_s0 = tl.load(p_rest + o_e, mask=o_e < e, other=0.0)
+            b_gs = load_tile(p_gradient + local_row * e, e, m_t, BT, e, BE)
+            b_read = tl.sum(b_gs.to(tl.float32) * b_s0[None, :], 1) + b_g1 * tl.load(p_norm)
+            tl.store(
+                p_read + local_row + o_local,
+                b_read * before * decay_from(p_high, p_low, o_t, high_before, low_before, DECAY),
+            )
+        if HAS1:
+            p_s1 = p_rest + HAS0 * e
+            b_z1 = tl.load(p_norm + HAS0 + o_d, mask=o_d < d, other=0.0)
+            if READS:
+                b_q32 = load_tile(p_q, num_heads * d, m_t, BT, d, BD).to(tl.float32)
+                b_read = b_g1 * tl.sum(b_q32 * b_z1[None, :], 1)
+                p_g = p_gradient + local_row * e
+                b_read += bilinear_form(
+                    p_q, num_heads * d, p_g, e, m_t, p_s1, d, e, BT, 32 if BD >= 32 else 16, OPERAND, PRECISION
+                )
+                tl.store(
+                    p_read + reads_stride + local_row + o_local,
+                    b_read * (before * scale) * decay_from(p_high, p_low, o_t, high_before, low_before, DECAY),
+                )
         if HAS2:
             p_products += (sequence * num_chunks + chunk) * products * e
             columns = tl.where((chunk > 0) | (first_reads != 0), d, 0)
-            b_dq = contract_products(p_q, num_heads * d, m_t, b_g, p_products, columns, d, e, BT, BD, BE, PRECISION)
-            b_z = load_symmetric(p_norm + rest, d, BD)
-            b_dq += tl.dot(b_q32, b_z, input_precision="tf32x3") * (2.0 * b_g1)[:, None]
+            b_dq = times_symmetric(p_q, num_heads * d, m_t, p_norm + rest, d, BT, BD) * (2.0 * b_g1)[:, None]
+            b_gs = load_tile(p_gradient + local_row * e, e, m_t, BT, e, BE)
+            b_dq = contract_products(
+                b_dq, p_q, num_heads * d, m_t, b_gs, p_products, columns, d, e, BT, BD, BE, PRECISION
+            )
             b_dq *= before * scale * scale
             if READS:
                 p_row = p_read + 2 * reads_stride + local_row
-                tl.store(p_row + o_local, 0.5 * tl.sum(b_dq * b_q32, 1) * b_after)
+                b_q32 = load_tile(p_q, num_heads * d, m_t, BT, d, BD).to(tl.float32)
+                tl.store(
+                    p_row + o_local,
+                    0.5 * tl.sum(b_dq * b_q32, 1) * decay_from(p_high, p_low, o_t, high_before, low_before, DECAY),
+                )
             b_dq *= tl.load(p_coefs + 2 * num_heads)
         if HAS1:
-            b_s = load_matrix(p_rest + HAS0 * e, d, e, BD, BE).to(OPERAND)
             b_z1 = tl.load(p_norm + HAS0 + o_d, mask=o_d < d, other=0.0)
-            b_part = tl.dot(b_g, tl.trans(b_s), input_precision=PRECISION) + b_g1[:, None] * b_z1[None, :]
-            b_part *= before * scale
-            if READS:
-                tl.store(p_read + reads_stride + local_row + o_local, tl.sum(b_part * b_q32, 1) * b_after)
-            b_dq += b_part * tl.load(p_coefs + num_heads)
-        if HAS0 and READS:
-            b_s0 = tl.load(p_rest + o_e, mask=o_e < e, other=0.0)
-            b_read = tl.sum(b_g.to(tl.float32) * b_s0[None, :], 1) + b_g1 * tl.load(p_norm)
-            tl.store(p_read + local_row + o_local, b_read * before * b_after)
+            coef = tl.load(p_coefs + num_heads) * before * scale
+            b_dq += (coef * b_g1)[:, None] * b_z1[None, :]
+            b_dq = add_product(
+                b_dq, p_gradient + local_row * e, e, m_t, p_s1, coef, 1, e, e, d, BT, BD, 32, OPERAND, PRECISION
+            )
+    b_high_t = tl.zeros([BT], dtype=tl.float32)
+    b_low_t = tl.zeros([BT], dtype=tl.float32)
+    if DECAY:
+        b_high_t = tl.load(p_high + o_t)
+        b_low_t = tl.load(p_low + o_t)
+    b_g1 = tl.load(p_normaliser_gradient + local_row + o_local)
     b_inside0 = tl.zeros([BT], dtype=tl.float32)
     b_inside1 = tl.zeros([BT], dtype=tl.float32)
     b_inside2 = tl.zeros([BT], dtype=tl.float32)
+    b_q = load_tile(p_q, num_heads * d, m_t, BT, d, BD).to(OPERAND)
+    b_g = load_tile(p_gradient + local_row * e, e, m_t, BT, e, BE)
     for s in range(start + chunk * chunk_size, first, BS):
         o_s = s + tl.arange(0, BS)
         b_decay = tl.zeros([BS], dtype=tl.float32) + 1.0
@@ -227,6 +250,7 @@ def dq_kernel(
             PRECISION,
         )
     if DECAY:
+        b_after = decay_factor(b_high_t, b_low_t, high_before, low_before)
         b_dq *= b_after[:, None]
         b_inside0 *= b_after
         b_inside1 *= b_after

@@ -7,13 +7,13 @@ import triton.language as tl
 
 from subquad.kernels.triton.primitives import (
     RUNTIME_SIZES,
+    add_product,
     causal_factor,
     decay_factor,
-    load_matrix,
     load_queries,
-    load_symmetric,
     load_tile,
     polynomial,
+    quadratic_form,
     query_products,
     store_tile,
 )
@@ -73,7 +73,7 @@ def dv_kernel(
     num_tiles,
     num_pairs,
     first_reads,
-    HKV,
+    HKV: tl.constexpr,
     G: tl.constexpr,
     d: tl.constexpr,
     e: tl.constexpr,
@@ -112,7 +112,6 @@ def dv_kernel(
     padded_len = num_chunks * chunk_size
     first_key = (batch * T + first) * HKV + kv_head
     p_k += first_key * d
-    b_k = load_tile(p_k, HKV * d, m_s, BT, d, BD)
     b_high_s = tl.zeros([BT], dtype=tl.float32)
     b_low_s = tl.zeros([BT], dtype=tl.float32)
     high_after = 0.0
@@ -132,20 +131,21 @@ def dv_kernel(
         rest: tl.constexpr = HAS0 + HAS1 * d
         products: tl.constexpr = HAS2 * (d * (d + 1) // 2)
         rows: tl.constexpr = rest + products
-        b_k32 = b_k.to(tl.float32)
         p_rest += (sequence * num_chunks + chunk) * (rest * e + rows)
         p_norm = p_rest + rest * e
+        if HAS1:
+            b_z1 = tl.load(p_norm + HAS0 + o_d, mask=o_d < d, other=0.0)
+            b_k32 = load_tile(p_k, HKV * d, m_s, BT, d, BD).to(tl.float32)
+            b_d_weight += tl.sum(b_k32 * b_z1[None, :], 1)
         if HAS2:
             p_products += (sequence * num_chunks + chunk) * products * e
             pairs = tl.where((chunk < num_chunks - 1) | (first_reads != 0), num_pairs, 0)
+            b_d_weight += quadratic_form(p_k, HKV * d, m_s, p_norm + rest, d, BT, 32 if BD >= 32 else 16)
             b_dv = query_products(p_k, HKV * d, m_s, p_products, p_pairs, pairs, d, e, BT, BE, BP, PRECISION)
-            b_z = load_symmetric(p_norm + rest, d, BD)
-            b_d_weight += tl.sum(tl.dot(b_k32, b_z, input_precision="tf32x3") * b_k32, 1)
         if HAS1:
-            b_s = load_matrix(p_rest + HAS0 * e, d, e, BD, BE).to(OPERAND)
-            b_z1 = tl.load(p_norm + HAS0 + o_d, mask=o_d < d, other=0.0)
-            b_dv += tl.dot(b_k.to(OPERAND), b_s, input_precision=PRECISION)
-            b_d_weight += tl.sum(b_k32 * b_z1[None, :], 1)
+            b_dv = add_product(
+                b_dv, p_k, HKV * d, m_s, p_rest + HAS0 * e, 1.0, e, 1, d, e, BT, BE, 32, OPERAND, PRECISION
+            )
         if HAS0:
             b_dv += tl.load(p_rest + o_e, mask=o_e < e, other=0.0)[None, :]
             b_d_weight += tl.load(p_norm)
@@ -159,7 +159,7 @@ def dv_kernel(
             b_weight = tl.load(p_weight + first_key + o_local * HKV, mask=m_s, other=0.0)
             b_written = (tl.sum(b_dv * b_v, 1) + b_d_weight * b_weight) * b_to_tile_end
             tl.store(p_written + sequence * padded_len + first - start + o_local, b_written)
-    b_k = b_k.to(OPERAND)
+    b_k = load_tile(p_k, HKV * d, m_s, BT, d, BD).to(OPERAND)
     chunk_stop = tl.minimum(start + (chunk + 1) * chunk_size, stop)
     for group in range(G):
         head = kv_head * G + group

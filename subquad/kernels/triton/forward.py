@@ -5,17 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from subquad.kernels.triton.guard import even_sums
 from subquad.kernels.triton.launch import Launch, run
 from subquad.kernels.triton.primitives import (
     NO_KEY,
     RELATIVE_FLOOR,
     RUNTIME_SIZES,
+    add_product,
     causal_factor,
     decay_factor,
-    load_matrix,
-    load_symmetric,
     load_tile,
     polynomial,
+    quadratic_form,
     query_products,
     store_tile,
 )
@@ -26,9 +27,7 @@ from subquad.kernels.triton.problem import Outputs, Segment, States
 def _attend_keys(
     b_out,
     b_norm,
-    b_bound,
     b_q,
-    b_size,
     b_decay,
     p_k,
     p_v,
@@ -36,7 +35,7 @@ def _attend_keys(
     p_coefs,
     m_s,
     scale,
-    HKV,
+    HKV: tl.constexpr,
     num_heads,
     d: tl.constexpr,
     e: tl.constexpr,
@@ -46,26 +45,18 @@ def _attend_keys(
     HAS0: tl.constexpr,
     HAS1: tl.constexpr,
     HAS2: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add what a tile of queries reads from BS keys; `b_decay` is `[queries, keys]`, or `[1, keys]` for all queries."""
-    b_k = load_tile(p_k, HKV * d, m_s, BS, d, BD)
+    b_k = load_tile(p_k, HKV * d, m_s, BS, d, BD).to(OPERAND)
     b_v = load_tile(p_v, HKV * e, m_s, BS, e, BE).to(OPERAND)
     b_weight = tl.load(p_weight + tl.arange(0, BS) * HKV, mask=m_s, other=0.0)
-    b_x = tl.dot(b_q, tl.trans(b_k.to(OPERAND)), input_precision=PRECISION) * scale
+    b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
     b_w = polynomial(b_x, p_coefs, num_heads, HAS0, HAS1, HAS2) * b_decay
     b_norm += tl.sum(b_w * b_weight[None, :], 1)
-    if NORMALIZE:
-        if HAS2:
-            b_k32 = b_k.to(tl.float32)
-            b_squares = tl.sum(b_k32 * b_k32, 1) * b_weight
-            b_bound += tl.abs(tl.load(p_coefs + 2 * num_heads)) * b_size * tl.sum(b_decay * b_squares[None, :], 1)
-        if HAS0:
-            b_bound += tl.abs(tl.load(p_coefs)) * tl.sum(b_decay * b_weight[None, :], 1)
     b_out = tl.dot(b_w.to(OPERAND), b_v, b_out, input_precision=PRECISION)
-    return b_out, b_norm, b_bound
+    return b_out, b_norm
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
@@ -79,6 +70,7 @@ def forward_kernel(
     p_coefs,
     p_products,
     p_rest,
+    p_even,
     p_pairs,
     p_out,
     p_normaliser,
@@ -94,7 +86,7 @@ def forward_kernel(
     num_tiles,
     num_pairs,
     first_reads,
-    HKV,
+    HKV: tl.constexpr,
     G: tl.constexpr,
     d: tl.constexpr,
     e: tl.constexpr,
@@ -134,10 +126,6 @@ def forward_kernel(
     first_row = (batch * TQ + first - ahead) * num_heads + head
     p_q += first_row * d
     p_coefs += head
-    b_q = load_tile(p_q, num_heads * d, m_t, BT, d, BD)
-    b_q32 = b_q.to(tl.float32)
-    b_q = b_q.to(OPERAND)
-    b_size = tl.sum(b_q32 * b_q32, 1) * (scale * scale)
     b_high_t = tl.zeros([BT], dtype=tl.float32)
     b_low_t = tl.zeros([BT], dtype=tl.float32)
     high_before = 0.0
@@ -151,57 +139,54 @@ def forward_kernel(
         inside = first > start + chunk * chunk_size
         high_before = tl.load(p_high + first - 1, mask=inside, other=0.0)
         low_before = tl.load(p_low + first - 1, mask=inside, other=0.0)
+    b_q32 = load_tile(p_q, num_heads * d, m_t, BT, d, BD).to(tl.float32)
+    b_size = tl.sum(b_q32 * b_q32, 1) * (scale * scale)
     b_out = tl.zeros([BT, BE], dtype=tl.float32)
     b_norm = tl.zeros([BT], dtype=tl.float32)
-    b_bound = tl.zeros([BT], dtype=tl.float32)
     if STATE:
         rest: tl.constexpr = HAS0 + HAS1 * d
         products: tl.constexpr = HAS2 * (d * (d + 1) // 2)
         rows: tl.constexpr = rest + products
         p_rest += (sequence * num_chunks + chunk) * (rest * e + rows)
         p_norm = p_rest + rest * e
+        if HAS1:
+            b_z1 = tl.load(p_norm + HAS0 + o_d, mask=o_d < d, other=0.0)
+            b_linear = tl.sum(b_q32 * b_z1[None, :], 1)
         if HAS2:
             p_products += (sequence * num_chunks + chunk) * products * e
             # A chunk that nothing came before reads zeros: its loop has no turns.
             pairs = tl.where((chunk > 0) | (first_reads != 0), num_pairs, 0)
             coef = tl.load(p_coefs + 2 * num_heads) * scale * scale
+            b_form = quadratic_form(p_q, num_heads * d, m_t, p_norm + rest, d, BT, 32 if BD >= 32 else 16)
+            b_norm += b_form * coef
             b_out = query_products(p_q, num_heads * d, m_t, p_products, p_pairs, pairs, d, e, BT, BE, BP, PRECISION)
             b_out *= coef
-            b_z = load_symmetric(p_norm + rest, d, BD)
-            # float32 whatever the operands: the sum of weights decides about the guard.
-            b_zq = tl.dot(b_q32, b_z, input_precision="tf32x3")
-            b_norm += tl.sum(b_zq * b_q32, 1) * coef
-            trace = tl.sum(tl.sum(tl.where(o_d[:, None] == o_d[None, :], b_z, 0.0), 1), 0)
-            b_bound += tl.abs(tl.load(p_coefs + 2 * num_heads)) * b_size * trace
         if HAS1:
             coef = tl.load(p_coefs + num_heads) * scale
-            b_s = load_matrix(p_rest + HAS0 * e, d, e, BD, BE).to(OPERAND)
-            b_out += tl.dot(b_q, b_s, input_precision=PRECISION) * coef
-            b_z1 = tl.load(p_norm + HAS0 + o_d, mask=o_d < d, other=0.0)
-            b_norm += tl.sum(b_q32 * b_z1[None, :], 1) * coef
+            b_norm += b_linear * coef
+            b_out = add_product(
+                b_out, p_q, num_heads * d, m_t, p_rest + HAS0 * e, coef, e, 1, d, e, BT, BE, 32, OPERAND, PRECISION
+            )
         if HAS0:
             coef = tl.load(p_coefs)
             b_s0 = tl.load(p_rest + o_e, mask=o_e < e, other=0.0)
             b_out += b_s0[None, :] * coef
             b_norm += tl.load(p_norm) * coef
-            b_bound += tl.abs(coef) * tl.load(p_norm)
         if DECAY:
             before = decay_factor(high_before, low_before, 0.0, 0.0)
             b_out *= before
             b_norm *= before
-            b_bound *= before
+    b_q = load_tile(p_q, num_heads * d, m_t, BT, d, BD).to(OPERAND)
     for s in range(start + chunk * chunk_size, first, BS):
         o_s = s + tl.arange(0, BS)
         b_decay = tl.zeros([BS], dtype=tl.float32) + 1.0
         if DECAY:
             b_decay = decay_factor(high_before, low_before, tl.load(p_high + o_s), tl.load(p_low + o_s))
         first_key = (batch * T + s) * HKV + kv_head
-        b_out, b_norm, b_bound = _attend_keys(
+        b_out, b_norm = _attend_keys(
             b_out,
             b_norm,
-            b_bound,
             b_q,
-            b_size,
             b_decay[None, :],
             p_k + first_key * d,
             p_v + first_key * e,
@@ -219,7 +204,6 @@ def forward_kernel(
             HAS0,
             HAS1,
             HAS2,
-            NORMALIZE,
             OPERAND,
             PRECISION,
         )
@@ -227,7 +211,6 @@ def forward_kernel(
         b_after = decay_factor(b_high_t, b_low_t, high_before, low_before)
         b_out *= b_after[:, None]
         b_norm *= b_after
-        b_bound *= b_after
     for s in range(first, tl.minimum(first + BT, stop), BS):
         o_s = s + tl.arange(0, BS)
         b_high_s = tl.zeros([BS], dtype=tl.float32)
@@ -245,12 +228,10 @@ def forward_kernel(
             DECAY,
         )
         first_key = (batch * T + s) * HKV + kv_head
-        b_out, b_norm, b_bound = _attend_keys(
+        b_out, b_norm = _attend_keys(
             b_out,
             b_norm,
-            b_bound,
             b_q,
-            b_size,
             b_decay,
             p_k + first_key * d,
             p_v + first_key * e,
@@ -268,13 +249,21 @@ def forward_kernel(
             HAS0,
             HAS1,
             HAS2,
-            NORMALIZE,
             OPERAND,
             PRECISION,
         )
     o_row = first_row + tl.arange(0, BT) * num_heads
     tl.store(p_normaliser + o_row, b_norm, mask=m_t)
     if NORMALIZE:
+        b_bound = tl.zeros([BT], dtype=tl.float32)
+        padded_len = num_chunks * chunk_size
+        if HAS0 or HAS2:
+            p_even += sequence * 2 * padded_len + first - start
+        if HAS0:
+            b_bound += tl.abs(tl.load(p_coefs)) * tl.load(p_even + tl.arange(0, BT))
+        if HAS2:
+            b_squares = tl.load(p_even + padded_len + tl.arange(0, BT))
+            b_bound += tl.abs(tl.load(p_coefs + 2 * num_heads)) * b_size * b_squares
         b_floor = b_bound * RELATIVE_FLOOR
         b_safe = tl.where(tl.abs(b_norm) < b_floor, tl.where(b_norm < 0, -b_floor, b_floor), b_norm)
         # A row that sees no key gives 0, with gradient 0.
@@ -303,6 +292,7 @@ def attend(segment: Segment, states: States | None, outputs: Outputs) -> None:
             {
                 **segment.pair_arguments(tiles),
                 **segment.state_arguments(states, tiles),
+                "p_even": even_sums(segment, states) if outputs.normalize else None,
                 "p_out": outputs.out,
                 "p_normaliser": outputs.normaliser,
                 "p_safe": outputs.safe,

@@ -19,7 +19,6 @@ RUNTIME_SIZES = [
     "num_tiles",
     "num_pairs",
     "first_reads",
-    "HKV",
     "ahead",
     "rows",
     "rows_per_program",
@@ -62,18 +61,123 @@ def store_tile(p_x, row_stride, b_x, m_rows, BR: tl.constexpr, width: tl.constex
 
 
 @triton.jit
-def load_matrix(p_x, rows: tl.constexpr, cols: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """Load a contiguous `rows x cols` matrix, padded with zeros to `[BR, BC]`."""
-    return load_tile(p_x, cols, tl.arange(0, BR) < rows, BR, cols, BC)
+def add_product(
+    b_out,
+    p_x,
+    x_stride,
+    m_rows,
+    p_s,
+    factor,
+    inner_stride: tl.constexpr,
+    column_stride: tl.constexpr,
+    inner: tl.constexpr,
+    columns: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    BK: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add `factor * x S` to `[BR, BC]` for a tile of rows x and a float32 matrix S, in steps of BK columns of x.
+
+    All of S at once would need more registers than there are.
+    """
+    o_k = tl.arange(0, BK)
+    o_c = tl.arange(0, BC)
+    p_rows = p_x + tl.arange(0, BR)[:, None] * x_stride + o_k[None, :]
+    p_matrix = p_s + o_k[:, None] * inner_stride + o_c[None, :] * column_stride
+    for k in range(0, inner, BK):
+        m_k = o_k < inner - k
+        b_x = tl.load(p_rows + k, mask=m_rows[:, None] & m_k[None, :], other=0.0)
+        b_s = tl.load(p_matrix + k * inner_stride, mask=m_k[:, None] & (o_c < columns)[None, :], other=0.0) * factor
+        b_out = tl.dot(b_x.to(OPERAND), b_s.to(OPERAND), b_out, input_precision=PRECISION)
+    return b_out
 
 
 @triton.jit
-def load_symmetric(p_x, d: tl.constexpr, BD: tl.constexpr):
-    """Load the `d x d` matrix whose upper triangle is stored row by row, padded with zeros to `[BD, BD]`."""
+def bilinear_form(
+    p_x,
+    x_stride,
+    p_y,
+    y_stride,
+    m_rows,
+    p_s,
+    inner: tl.constexpr,
+    columns: tl.constexpr,
+    BR: tl.constexpr,
+    BB: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return `x^T S y` of each pair of rows x and y of two tiles, `[BR]` float32, block by block."""
+    o_b = tl.arange(0, BB)
+    o_r = tl.arange(0, BR)
+    b_form = tl.zeros([BR], dtype=tl.float32)
+    for j in range(0, columns, BB):
+        m_j = o_b < columns - j
+        b_sx = tl.zeros([BR, BB], dtype=tl.float32)
+        for i in range(0, inner, BB):
+            m_i = o_b < inner - i
+            b_x = tl.load(
+                p_x + o_r[:, None] * x_stride + (i + o_b)[None, :], mask=m_rows[:, None] & m_i[None, :], other=0.0
+            )
+            b_s = tl.load(
+                p_s + (i + o_b)[:, None] * columns + (j + o_b)[None, :], mask=m_i[:, None] & m_j[None, :], other=0.0
+            )
+            b_sx = tl.dot(b_x.to(OPERAND), b_s.to(OPERAND), b_sx, input_precision=PRECISION)
+        b_y = tl.load(
+            p_y + o_r[:, None] * y_stride + (j + o_b)[None, :], mask=m_rows[:, None] & m_j[None, :], other=0.0
+        )
+        b_form += tl.sum(b_sx * b_y.to(tl.float32), 1)
+    return b_form
+
+
+@triton.jit
+def times_symmetric(p_x, row_stride, m_rows, p_z, d: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """Return `x Z` for a tile of rows x, `[BR, BD]` float32, Z symmetric and stored as its upper triangle row by row.
+
+    float32 whatever the operands: sums of weights decide about the guard. In steps of 16 columns of x, since three tf32
+    products of the whole tile would need more registers than there are.
+    """
+    o_k = tl.arange(0, 16)
     o_d = tl.arange(0, BD)
-    inside = (o_d < d)[:, None] & (o_d < d)[None, :]
-    row = tl.where(inside, product_row(o_d[:, None], o_d[None, :], d), 0)
-    return tl.load(p_x + row, mask=inside, other=0.0)
+    p_rows = p_x + tl.arange(0, BR)[:, None] * row_stride + o_k[None, :]
+    b_out = tl.zeros([BR, BD], dtype=tl.float32)
+    for k in range(0, d, 16):
+        b_x = tl.load(p_rows + k, mask=m_rows[:, None], other=0.0).to(tl.float32)
+        row = product_row((k + o_k)[:, None], o_d[None, :], d)
+        b_z = tl.load(p_z + row, mask=(o_d < d)[None, :], other=0.0)
+        b_out = tl.dot(b_x, b_z, b_out, input_precision="tf32x3")
+    return b_out
+
+
+@triton.jit
+def quadratic_form(p_x, row_stride, m_rows, p_z, d: tl.constexpr, BR: tl.constexpr, BB: tl.constexpr):
+    """Return `x^T Z x` of each of a tile of rows x, `[BR]` float32, Z and its precision as in `times_symmetric`.
+
+    Only the blocks of BB x BB on and above the diagonal are read; those above count twice.
+    """
+    o_b = tl.arange(0, BB)
+    p_rows = p_x + tl.arange(0, BR)[:, None] * row_stride + o_b[None, :]
+    b_form = tl.zeros([BR], dtype=tl.float32)
+    for j in range(0, d, BB):
+        m_j = m_rows[:, None] & (o_b < d - j)[None, :]
+        b_zx = tl.zeros([BR, BB], dtype=tl.float32)
+        for i in range(0, j + BB, BB):
+            b_x = tl.load(p_rows + i, mask=m_rows[:, None] & (o_b < d - i)[None, :], other=0.0).to(tl.float32)
+            row = product_row((i + o_b)[:, None], (j + o_b)[None, :], d)
+            inside = (o_b < d - i)[:, None] & (o_b < d - j)[None, :]
+            b_z = tl.load(p_z + row, mask=inside, other=0.0)
+            b_zx = tl.dot(b_x * tl.where(i == j, 1.0, 2.0), b_z, b_zx, input_precision="tf32x3")
+        b_form += tl.sum(b_zx * tl.load(p_rows + j, mask=m_j, other=0.0).to(tl.float32), 1)
+    return b_form
+
+
+@triton.jit
+def trace_symmetric(p_z, d: tl.constexpr, BD: tl.constexpr):
+    """Return the trace of a matrix stored as in `times_symmetric`."""
+    o_d = tl.arange(0, BD)
+    return tl.sum(tl.load(p_z + product_row(o_d, o_d, d), mask=o_d < d, other=0.0), 0)
 
 
 @triton.jit
@@ -83,6 +187,16 @@ def decay_factor(b_high_t, b_low_t, b_high_s, b_low_s):
     They come as two float32 each: the difference keeps 24 bits where that of single float32 would cancel.
     """
     return tl.exp2(tl.minimum((b_high_t - b_high_s) + (b_low_t - b_low_s), 0.0))
+
+
+@triton.jit
+def decay_from(p_high, p_low, o_t, high_s, low_s, DECAY: tl.constexpr):
+    """Load the cumulated decays at o_t and return the decay since s: loaded where it is used, it takes no registers."""
+    if DECAY:
+        b_decay = decay_factor(tl.load(p_high + o_t), tl.load(p_low + o_t), high_s, low_s)
+    else:
+        b_decay = tl.zeros_like(o_t).to(tl.float32) + 1.0
+    return b_decay
 
 
 @triton.jit
@@ -163,6 +277,7 @@ def query_products(
 
 @triton.jit
 def contract_products(
+    b_out,
     p_x,
     row_stride,
     m_rows,
@@ -176,11 +291,10 @@ def contract_products(
     BE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return `2 sum_i x_i (y . S_ij)` over j, the gradient of `query_products` under y: `[BR, BD]` float32."""
+    """Add `2 sum_i x_i (y . S_ij)` over j, the gradient of `query_products` under y, to `[BR, BD]` float32."""
     o_d = tl.arange(0, BD)
     o_e = tl.arange(0, BE)
     inside = (o_d < d)[None, :] & (o_e < e)[:, None]
-    b_out = tl.zeros([BR, BD], dtype=tl.float32)
     for i in range(num_columns):
         row = product_row(i, o_d, d)
         if d == BD and e == BE:

@@ -139,6 +139,11 @@ class Problem:
         """State rows of powers 0 and 1, which come first."""
         return num_rows(self.k.shape[3], tuple(order for order in self.orders if order < 2))
 
+    @functools.cached_property
+    def squares(self) -> Tensor:
+        """`[B, T, Hkv]` float32, the key weight times `|k|^2`, for the guard of the division."""
+        return torch.linalg.vector_norm(self.k, dim=-1, dtype=torch.float32).square() * self.weight
+
     @property
     def constants(self) -> dict[str, Any]:
         """The compile-time constants that all kernels share."""

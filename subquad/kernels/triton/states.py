@@ -121,14 +121,14 @@ def sum_rest_kernel(
     chunk_size,
     num_chunks,
     decay_len,
-    HKV,
+    HKV: tl.constexpr,
     ahead,
     G: tl.constexpr,
     d: tl.constexpr,
     e: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
-    BE: tl.constexpr,
+    BC: tl.constexpr,
     HAS0: tl.constexpr,
     HAS1: tl.constexpr,
     HAS2: tl.constexpr,
@@ -137,7 +137,7 @@ def sum_rest_kernel(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Sum one chunk of one head: value rows of powers 0 and 1, normaliser rows of all powers.
+    """Sum one chunk of one head: BC columns of the value rows of powers 0 and 1, and of the normaliser's matrix.
 
     Forward, x = k, y = v and y1 = the key weight, `[B, T, Hkv, ...]`, decayed to the chunk's end. Backwards, x = q
     `[B, T, H, d]`, y and y1 are the gradients `[B * H, tokens, ...]`, decayed from the chunk's start, and coefficients
@@ -145,19 +145,20 @@ def sum_rest_kernel(
     """
     sequence = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
+    first_column = tl.program_id(2) * BC
     batch = sequence // HKV
     kv_head = sequence % HKV
     num_heads = HKV * G
     rest: tl.constexpr = HAS0 + HAS1 * d
     rows: tl.constexpr = rest + HAS2 * (d * (d + 1) // 2)
     o_d = tl.arange(0, BD)
-    o_e = tl.arange(0, BE)
+    o_c = first_column + tl.arange(0, BC)
     o_local = tl.arange(0, BT)
-    b_s0 = tl.zeros([BE], dtype=tl.float32)
-    b_s1 = tl.zeros([BD, BE], dtype=tl.float32)
+    b_s0 = tl.zeros([BC], dtype=tl.float32)
+    b_s1 = tl.zeros([BD, BC], dtype=tl.float32)
     b_z0 = tl.zeros([BT], dtype=tl.float32)
     b_z1 = tl.zeros([BD], dtype=tl.float32)
-    b_z2 = tl.zeros([BD, BD], dtype=tl.float32)
+    b_z2 = tl.zeros([BD, BC], dtype=tl.float32)
     chunk_start = start + chunk * chunk_size
     chunk_stop = tl.minimum(chunk_start + chunk_size, stop)
     if DECAY:
@@ -199,7 +200,9 @@ def sum_rest_kernel(
             b_y1 = tl.load(p_y1 + row_y + o_local * stride, mask=m_x, other=0.0) * b_edge
             b_x32 = b_x.to(tl.float32)
             if HAS0 or HAS1:
-                b_y = load_tile(p_y + row_y * e, stride * e, m_x, BT, e, BE).to(tl.float32) * b_edge[:, None]
+                p_tile = p_y + row_y * e + o_local[:, None] * (stride * e) + o_c[None, :]
+                b_y = tl.load(p_tile, mask=m_x[:, None] & (o_c < e)[None, :], other=0.0).to(tl.float32)
+                b_y *= b_edge[:, None]
                 if HAS0:
                     b_s0 += tl.sum(b_y, 0) * c0
                     b_z0 += b_y1 * c0
@@ -208,20 +211,22 @@ def sum_rest_kernel(
                     b_s1 += tl.dot(b_xt, b_y.to(OPERAND), input_precision=PRECISION) * c1
                     b_z1 += tl.sum(b_x32 * b_y1[:, None], 0) * c1
             if HAS2:
-                b_weighted = tl.trans(b_x32 * b_y1[:, None])
-                b_z2 += tl.dot(b_weighted, b_x32, input_precision="tf32x3") * c2
+                p_tile = p_x + row * d + o_local[:, None] * (num_heads * d) + o_c[None, :]
+                b_xc = tl.load(p_tile, mask=m_x[:, None] & (o_c < d)[None, :], other=0.0).to(tl.float32)
+                b_xc *= (b_y1 * c2)[:, None]
+                b_z2 = tl.dot(tl.trans(b_x32), b_xc, b_z2, input_precision="tf32x3")
     p_rest += (sequence * num_chunks + chunk) * (rest * e + rows)
     p_norm = p_rest + rest * e
     if HAS0:
-        tl.store(p_rest + o_e, b_s0, mask=o_e < e)
-        tl.store(p_norm, tl.sum(b_z0, 0))
+        tl.store(p_rest + o_c, b_s0, mask=o_c < e)
+        tl.store(p_norm, tl.sum(b_z0, 0), mask=first_column == 0)
     if HAS1:
-        inside = (o_d < d)[:, None] & (o_e < e)[None, :]
-        tl.store(p_rest + HAS0 * e + o_d[:, None] * e + o_e[None, :], b_s1, mask=inside)
-        tl.store(p_norm + HAS0 + o_d, b_z1, mask=o_d < d)
+        inside = (o_d < d)[:, None] & (o_c < e)[None, :]
+        tl.store(p_rest + HAS0 * e + o_d[:, None] * e + o_c[None, :], b_s1, mask=inside)
+        tl.store(p_norm + HAS0 + o_d, b_z1, mask=(o_d < d) & (first_column == 0))
     if HAS2:
-        upper = (o_d[:, None] <= o_d[None, :]) & (o_d < d)[None, :]
-        tl.store(p_norm + rest + product_row(o_d[:, None], o_d[None, :], d), b_z2, mask=upper)
+        upper = (o_d[:, None] <= o_c[None, :]) & (o_c < d)[None, :]
+        tl.store(p_norm + rest + product_row(o_d[:, None], o_c[None, :], d), b_z2, mask=upper)
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
@@ -408,9 +413,11 @@ def _sum_rest(segment: Segment, x: Tensor, y: Tensor, y1: Tensor, reverse: bool)
         "ahead": problem.seq_len - x.shape[1],
         "G": problem.num_groups if reverse else 1,
         "BT": tile.rows,
+        "BC": tile.block,
         "REVERSE": reverse,
     }
-    grid = (problem.num_states, segment.num_chunks)
+    columns = max(problem.k.shape[3], problem.v.shape[3])
+    grid = (problem.num_states, segment.num_chunks, triton.cdiv(columns, tile.block))
     run(Launch(sum_rest_kernel, grid, arguments, tile.num_warps, tile.num_stages))
     return rest
 

@@ -70,6 +70,14 @@ def test_a_run_beside_an_evaluation_does_not_mix_their_losses(tmp_path):
     assert "an evaluation without a run" in markdown
 
 
+def test_averages_over_other_tasks_say_which(runs, tmp_path):
+    save_record(lm_eval_record("rte", "student", runs[1]), runs[1])
+    save_record(lm_eval_record("rte", "teacher", runs[1]), runs[1])
+    save_record(lm_eval_record("rte", "window_only", runs[1]), runs[1])
+    markdown = write_comparison(runs, tmp_path / "out").markdown.read_text(encoding="utf-8")
+    assert "GLUE average, zero-shot: tasks is ['sst2'] for first, ['rte', 'sst2'] for second." in markdown
+
+
 @pytest.mark.parametrize("folders", [["a"], ["a", "a"]])
 def test_one_run_cannot_be_compared(tmp_path, folders):
     make_run(tmp_path / "a")

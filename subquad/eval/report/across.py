@@ -11,10 +11,11 @@ from subquad.eval.niah.tables import model_label
 from subquad.eval.report.blocks import NOTHING, Block, Bullets, Cell, Code, Heading, Report, Section, Table, Text, cells
 from subquad.eval.report.data import RunData, in_order
 from subquad.eval.report.differences import differing
-from subquad.eval.report.measures import Measure, measures_of, metric_rows
+from subquad.eval.report.measures import TASKS, Measure, measures_of, metric_rows
 
 UNLIKE = "†"
 _LONGEST_VALUE = 40
+_MOST_KEYS = 6
 _DASH_MEANS = "–: not measured."
 
 
@@ -142,7 +143,9 @@ def _unlike_sentences(rows: Sequence[tuple[str, _ByRun]]) -> list[str]:
         unlike = _unlike(by_run)
         if unlike:
             keys = list(dict.fromkeys(key for names in unlike.values() for key in names))
-            reasons.setdefault("; ".join(_values_of(key, by_run) for key in keys), []).append(label)
+            shown = [TASKS] if TASKS in keys else keys[:_MOST_KEYS]
+            more = f"; {len(keys) - len(shown)} more" if TASKS not in keys and len(keys) > len(shown) else ""
+            reasons.setdefault("; ".join(_values_of(key, by_run) for key in shown) + more, []).append(label)
     return [f"{', '.join(labels)}: {reason}." for reason, labels in reasons.items()]
 
 

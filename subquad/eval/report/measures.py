@@ -28,6 +28,8 @@ from subquad.eval.results import CacheTable, LossName, PairedDifference, Results
 from subquad.eval.style import format_bytes
 
 SPEED_PREFIX = "speed"
+# the condition of an average that makes all others idle
+TASKS = "tasks"
 _CACHE_LENGTHS = (512, 2048, 8192, 32_768, 131_072)
 _MOST_CACHE_ROWS = 4
 
@@ -232,7 +234,8 @@ def _glue(run: RunData, prefix: str, how: str) -> list[Measure]:
 
 def _glue_conditions(shared: dict[str, ByModel], models: Iterable[str]) -> dict[str, dict[str, Any]]:
     return {
-        model: {
+        model: {TASKS: sorted(shared)}
+        | {
             f"{task} {name}": value
             for task, by_model in shared.items()
             for name, value in conditions(by_model[model]).items()
@@ -312,7 +315,8 @@ def _mean_cell(values: Sequence[float]) -> Cell:
 
 def _cache(table: CacheTable) -> list[Measure]:
     both = sorted(set(table.student) & set(table.kv))
-    lengths = [length for length in _CACHE_LENGTHS if length in both][-_MOST_CACHE_ROWS:] or both[-_MOST_CACHE_ROWS:]
+    usual = [length for length in _CACHE_LENGTHS if length in both]
+    lengths = (usual if len(usual) > 1 else both)[-_MOST_CACHE_ROWS:]
     rows = []
     for length in lengths:
         kv, student = table.kv[length], table.student[length]

@@ -298,7 +298,8 @@ def decode(
     groups, states, rows = num_heads // num_kv_heads, batch_size * num_kv_heads, state.normaliser.shape[1]
     high, low = (None, None) if log_decay is None else cumulated_decay(log_decay, num_tokens)
     block_m = 1 << (num_queries * groups - 1).bit_length()
-    block_rows = min(32, 64 // block_m)
+    # As many rows as leave a program's sums in registers.
+    block_rows = min(32, 4096 // (block_m * padded(value_dim)))
     splits = min(triton.cdiv(rows, block_rows), triton.cdiv(_PROGRAMS_PER_PROCESSOR * num_processors(q.device), states))
     rows_per_program = triton.cdiv(triton.cdiv(rows, splits), block_rows) * block_rows
     splits = triton.cdiv(rows, rows_per_program)

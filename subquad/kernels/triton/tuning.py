@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from subquad.kernels.backend import interpreting
-from subquad.kernels.state import num_rows
+from subquad.kernels.cost import flops_crossover
+from subquad.kernels.counts import HeadShape
 
 
 class Tile(NamedTuple):
@@ -284,14 +285,15 @@ def default_chunk_size(head_dim: int, num_groups: int) -> int:
     return (512 if head_dim <= 64 else 1024) // (1 if num_groups < 4 else 2)
 
 
+@functools.cache
 def switch_len(head_dim: int, num_groups: int, orders: tuple[int, ...]) -> int:
-    """Return the length up to which one chunk over all tokens, quadratic, needs fewer operations than many chunks.
+    """Return the length up to which one chunk over all tokens, quadratic, needs no more operations than many chunks.
 
-    Pairs cost `d + e` operations per token and token before it, the state `2 R e (1 + 1 / G)` per token; the operations
-    inside chunks come on top. Both run the same code for pairs.
+    Both run the same code for pairs, and one chunk costs what causal softmax attention does: `D (1 + 1 / G)` tokens at
+    power 2 with D product rows (`cost.py`).
     """
-    rows = num_rows(head_dim, orders)
-    return int(rows * (1 + 1 / num_groups)) + default_chunk_size(head_dim, num_groups)
+    shape = HeadShape(head_dim, head_dim, num_groups, orders)
+    return flops_crossover(shape, default_chunk_size(head_dim, num_groups)) - 1
 
 
 @functools.cache

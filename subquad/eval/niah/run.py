@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from subquad.convert.atomic import atomic_file
+from subquad.errors import ConfigError
 from subquad.eval.contestants import Clock, Contestant
 from subquad.eval.niah.measure import Outcome, measure
 from subquad.eval.niah.prompts import NiahPrompt, PromptSet, build_prompts
@@ -43,11 +44,13 @@ def run_niah(
         `key_logprob` and `key_logprob_per_token` (nats), `key_rank1`, `key_reciprocal_rank`.
 
     Raises:
-        ConfigError: A length too short for the needle, or too few tokens for an answer.
+        ConfigError: No model, a length too short for the needle, or too few tokens for an answer.
         DataError: A haystack that cannot be read or is too short, or a tokenizer that cannot write the keys.
         TrainingError: A model gives probabilities that are not finite.
         OutputError: The folder cannot be written, or holds a damaged record.
     """
+    if not contestants:
+        raise ConfigError("there is no model to look for needles with; give at least one")
     settings = settings.resolved(max(contestant.context_length for contestant in contestants))
     entries = _entries(contestants, settings, folder)
     count = _Counter(sum(len(entry.fitting) for entry in entries if entry.finished is None), progress)

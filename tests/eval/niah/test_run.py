@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from subquad.errors import OutputError
+from subquad.errors import ConfigError, OutputError
 from subquad.eval.contestants import Contestant
 from subquad.eval.niah import NiahSettings, cells_of, group_cells, paired_differences, run_niah
 from subquad.eval.niah.cells import Cell
@@ -294,6 +294,11 @@ def test_a_record_of_another_task_has_no_cells(tokenizer, tmp_path):
     record = run([copying(tokenizer)], tmp_path)[0]
     with pytest.raises(OutputError, match="no readable cells"):
         cells_of(record.model_copy(update={"details": {}}))
+
+
+def test_no_model_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="no model"):
+        run([], tmp_path)
 
 
 def test_weights_stay_as_they_were(tokenizer, tmp_path):

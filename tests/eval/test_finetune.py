@@ -435,7 +435,7 @@ def test_defaults_are_written_out():
     assert FinetuneSettings().epochs == 3.0
     assert FinetuneSettings(max_steps=5).epochs is None
     assert FinetuneSettings(method="full").learning_rate == 3e-5
-    assert FinetuneSettings().for_record()["learning_rate"] == 3e-4
+    assert FinetuneSettings().for_record()["learning_rate"] == 1e-3
     assert FinetuneSettings(epochs=2, batch_size=16).steps(40) == 6
     assert FinetuneSettings(epochs=2, batch_size=16, train_limit=16).steps(40) == 2
 

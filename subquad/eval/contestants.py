@@ -53,8 +53,10 @@ class Contestant:
         """Fingerprint of the weights: a checkpoint that is trained again under the same name is another one."""
         digest = hashlib.sha256()
         for name, parameter in self.model.named_parameters():
-            flat = parameter.detach().float()
-            digest.update(f"{name} {tuple(flat.shape)} {flat.sum().item()} {flat.square().sum().item()}\n".encode())
+            values = parameter.detach().double()
+            # Rounded: the last digits of a sum depend on the number of threads.
+            sums = f"{values.sum().item():.6e} {values.square().sum().item():.6e}"
+            digest.update(f"{name} {tuple(values.shape)} {sums}\n".encode())
         return digest.hexdigest()[:16]
 
     def finished_record(self, folder: Path, task: str, settings: Mapping[str, Any]) -> EvalRecord | None:

@@ -82,7 +82,7 @@ _INTERPRETER = Tiles(
 #   - `inner` 64 where it fits: fewer barriers per pair. Two stages on Hopper; on Ampere three, whose loads are slower.
 #   - scans of 16 x 16 rows, the fewest reads per product, where 8 warps hold them; else 16 x 8.
 # Four-byte operands are three tf32 products each: at width 128 they spill whatever the tile, so theirs are such that
-# shared memory suffices. Rows of 80 also serve chips with 99 KiB of shared memory (8.6, 8.9, 12.x) and stay within that.
+# shared memory suffices. Rows of 80 also serve chips with 99 KiB of it (8.6, 8.9, 12.x) and stay within that.
 _TABLE: dict[tuple[int, int, int, int], Tiles] = {
     (80, 64, 1, 2): Tiles(
         forward=Tile(64, 32, 4, 3),
@@ -105,10 +105,10 @@ _TABLE: dict[tuple[int, int, int, int], Tiles] = {
         prepare=Tile(64, 64, 4, 1),
     ),
     (80, 128, 1, 2): Tiles(
-        forward=Tile(64, 32, 4, 3),
-        dq=Tile(64, 32, 4, 3),
+        forward=Tile(128, 32, 8, 2),
+        dq=Tile(128, 32, 8, 2),
         dk=Tile(64, 32, 4, 3),
-        dv=Tile(64, 32, 4, 3),
+        dv=Tile(128, 32, 8, 3),
         scan=ScanTile(16, 8, 64, 8, 3),
         small_scan=ScanTile(8, 8, 64, 4, 3),
         sums=Tile(32, 32, 4, 1, 32),
@@ -118,7 +118,7 @@ _TABLE: dict[tuple[int, int, int, int], Tiles] = {
         forward=Tile(64, 32, 4, 3),
         dq=Tile(128, 32, 8, 3),
         dk=Tile(128, 32, 8, 3),
-        dv=Tile(128, 64, 8, 3),
+        dv=Tile(128, 32, 8, 3),
         scan=ScanTile(16, 8, 64, 8, 3),
         small_scan=ScanTile(8, 8, 64, 4, 3),
         sums=Tile(32, 32, 4, 1, 32),

@@ -55,10 +55,12 @@ def import_problem(module: str) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result  # torch.compile cannot follow an import
 def _triton_problem() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install 'subquad[triton]')"
+    if torch.compiler.is_compiling():
+        # torch.compile cannot follow an import, and needs triton itself.
+        return None
     problem = import_problem("triton")
     return None if problem is None else f"triton is installed but cannot be imported: {problem}"
 

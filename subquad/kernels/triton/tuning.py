@@ -77,7 +77,7 @@ _INTERPRETER = Tiles(
 # that fit one multiprocessor. That decides:
 #   - 128 rows and 8 warps on Hopper at power 2: one program per multiprocessor, but half the reads of states, which 64
 #     rows would wait for. On Ampere, with half the tensor rate over the same cache, two or three programs of 64 rows
-#     and 4 warps are ahead at width 64; at width 128 the kernels for dq, dk and dv need 128 rows again.
+#     and 4 warps are ahead at width 64 and, for the forward kernel and dk, at width 128.
 #   - 4 warps at power 1, where no products are read and registers allow two to four programs.
 #   - `inner` 64 where it fits: fewer barriers per pair. Two stages on Hopper; on Ampere three, whose loads are slower.
 #   - scans of 16 x 16 rows, the fewest reads per product, where 8 warps hold them; else 16 x 8.
@@ -117,7 +117,7 @@ _TABLE: dict[tuple[int, int, int, int], Tiles] = {
     (80, 128, 2, 2): Tiles(
         forward=Tile(64, 32, 4, 3),
         dq=Tile(128, 32, 8, 3),
-        dk=Tile(128, 32, 8, 3),
+        dk=Tile(64, 32, 4, 3),
         dv=Tile(128, 32, 8, 3),
         scan=ScanTile(16, 8, 64, 8, 3),
         small_scan=ScanTile(8, 8, 64, 4, 3),

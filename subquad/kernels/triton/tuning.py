@@ -78,7 +78,7 @@ _INTERPRETER = Tiles(
 #   - 128 rows and 8 warps on Hopper at power 2: one program per multiprocessor, but half the reads of states, which 64
 #     rows would wait for. On Ampere, with half the tensor rate over the same cache, two or three programs of 64 rows
 #     and 4 warps are ahead at width 64 and, for the forward kernel and dk, at width 128.
-#   - 4 warps at power 1, where no products are read and registers allow two to four programs.
+#   - 4 warps at power 1 where they do not spill: no products are read, and registers allow two or three programs.
 #   - `inner` 64 where it fits: fewer barriers per pair. Two stages on Hopper; on Ampere three, whose loads are slower.
 #   - scans of 16 x 16 rows, the fewest reads per product, where 8 warps hold them; else 16 x 8.
 # Four-byte operands are three tf32 products each: at width 128 they spill whatever the tile, so theirs are such that

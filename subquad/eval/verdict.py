@@ -9,6 +9,7 @@ from subquad.eval.loss import compare_losses
 from subquad.eval.loss_record import unpack_loss
 from subquad.eval.records import EvalRecord
 from subquad.eval.results import LossName, PairedDifference, Results
+from subquad.eval.style import with_error
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,7 @@ def _sentence(rival: str, pair: PairedDifference) -> str:
 
 def format_nats(difference: float, standard_error: float | None) -> str:
     """Return a difference of losses as `-0.0281 ± 0.0021 nats per token`."""
-    error = "" if standard_error is None else f" ± {standard_error:.4f}"
-    return f"{difference:+.4f}{error} nats per token"
+    return f"{with_error(difference, standard_error, sign='+')} nats per token"
 
 
 def _gap_sentences(results: Results) -> list[str]:

@@ -18,6 +18,7 @@ from subquad.errors import ConfigError, DataError
 from subquad.eval.generate import generate_sample
 from subquad.eval.loss import LossResult, evaluate_loss
 from subquad.eval.modes import EvalMode
+from subquad.eval.style import with_error
 from subquad.layers import converted_layers
 from subquad.recipes.checkpoint import Checkpoint, load_checkpoint
 from subquad.recipes.checks import check_recipe_against
@@ -58,8 +59,7 @@ class Measurement:
         for heading in ("Model", "Nats/token", "Perplexity"):
             table.add_column(heading, justify="left" if heading == "Model" else "right")
         for name, result in self.losses.items():
-            error = "" if result.standard_error is None else f" ± {result.standard_error:.4f}"
-            table.add_row(name, f"{result.loss:.4f}{error}", f"{result.perplexity:.2f}")
+            table.add_row(name, with_error(result.loss, result.standard_error), f"{result.perplexity:.2f}")
         return table
 
 

@@ -24,6 +24,7 @@ from subquad.eval.loss_record import LossSettings, run_loss
 from subquad.eval.niah import NiahSettings, run_niah
 from subquad.eval.niah.plots import write_niah_plots
 from subquad.eval.records import RECORDS_FOLDER, EvalRecord, Metric
+from subquad.eval.style import with_error
 from subquad.recipes.contestants import load_contestants, run_folder_of
 from subquad.recipes.loader import apply_overrides, parse_yaml
 from subquad.recipes.problems import describe_problems
@@ -161,10 +162,7 @@ def render_suite(result: SuiteResult) -> Table:
 
 def format_metric(metric: Metric | None) -> str:
     """Return a metric with its standard error as text; a dash where it was not measured."""
-    if metric is None:
-        return "–"
-    error = "" if metric.standard_error is None else f" ± {metric.standard_error:.4f}"
-    return f"{metric.value:.4f}{error}"
+    return "–" if metric is None else with_error(metric.value, metric.standard_error)
 
 
 def load_suite(source: str | None, tasks: Sequence[str], overrides: Sequence[str]) -> SuiteSettings:
@@ -256,7 +254,7 @@ def _niah(
     progress: Callable[[int, int], None],
 ) -> list[EvalRecord]:
     records = run_niah(contestants, settings, folder, command=command, progress=progress)
-    write_niah_plots(records, folder / RECORDS_FOLDER / "niah")
+    write_niah_plots(records, folder / RECORDS_FOLDER / records[0].task)
     return records
 
 

@@ -14,6 +14,7 @@ from lm_eval.api import metrics
 from sklearn.metrics import f1_score, matthews_corrcoef
 
 from subquad.errors import DataError, OutputError
+from subquad.eval import confusion
 from subquad.eval.data_files import MissingFilesError
 from subquad.eval.harness import paired_difference, uncertainty
 from subquad.eval.harness.library import WarningNotes, collected_warnings
@@ -57,15 +58,15 @@ def test_matthews_is_scikit_learns(classes):
     for skill in (0.0, 0.3, 1.0):
         items = pairs(60, classes, skill)
         expected = matthews_corrcoef(*zip(*items, strict=True))
-        assert uncertainty.matthews(counts(items, classes))[0] == pytest.approx(expected, abs=1e-12)
-    assert uncertainty.matthews(counts([(0, 1), (1, 1)]))[0] == 0.0
+        assert confusion.matthews(counts(items, classes))[0] == pytest.approx(expected, abs=1e-12)
+    assert confusion.matthews(counts([(0, 1), (1, 1)]))[0] == 0.0
 
 
 def test_f1_is_scikit_learns():
     for skill in (0.0, 0.3, 1.0):
         items = pairs(60, skill=skill)
-        assert uncertainty.f1(counts(items))[0] == pytest.approx(f1_score(*zip(*items, strict=True)), abs=1e-12)
-    assert uncertainty.f1(counts([(0, 0), (0, 0)]))[0] == 0.0
+        assert confusion.f1(counts(items))[0] == pytest.approx(f1_score(*zip(*items, strict=True)), abs=1e-12)
+    assert confusion.f1(counts([(0, 0), (0, 0)]))[0] == 0.0
 
 
 @pytest.mark.parametrize("aggregation", [metrics.matthews_corrcoef, metrics.f1_score])

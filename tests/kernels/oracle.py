@@ -190,9 +190,11 @@ def _of_head(coef: float | Tensor) -> Tensor:
     )
 
 
-def run(case: Case, form: str, chunk_size: int | None = None) -> dict[str, Tensor]:
-    """Call the op; `form="steps"` feeds it one token at a time."""
-    keep_state = max(case.orders) <= 2
+def run(
+    case: Case, form: str, chunk_size: int | None = None, *, backend: str = "auto", keep_state: bool | None = None
+) -> dict[str, Tensor]:
+    """Call the op; `form="steps"` feeds it one token at a time. `keep_state=None` keeps the state if there is one."""
+    keep_state = max(case.orders) <= 2 if keep_state is None else keep_state
     if form != "steps":
         result = poly_attention(
             case.q,
@@ -206,8 +208,9 @@ def run(case: Case, form: str, chunk_size: int | None = None) -> dict[str, Tenso
             output_final_state=keep_state,
             chunk_size=chunk_size,
             form=form,
+            backend=backend,
         )
-        return named([result])
+        return _named([result])
     state, steps = case.state, []
     ahead = case.k.shape[1] - case.q.shape[1]
     for t in range(case.k.shape[1]):
@@ -228,10 +231,10 @@ def run(case: Case, form: str, chunk_size: int | None = None) -> dict[str, Tenso
         )
         state = step.final_state
         steps.append(step)
-    return named(steps[ahead:])
+    return _named(steps[ahead:])
 
 
-def named(results: list) -> dict[str, Tensor]:
+def _named(results: list) -> dict[str, Tensor]:
     named = {name: torch.cat([getattr(part, name) for part in results], dim=1) for name in ("out", "normaliser")}
     state = results[-1].final_state
     return named if state is None else named | {"state.values": state.values, "state.normaliser": state.normaliser}

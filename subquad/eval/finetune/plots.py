@@ -13,9 +13,8 @@ from subquad.eval.finetune.run import TASK_PREFIX
 from subquad.eval.plots import Plot
 from subquad.eval.records import EvalRecord
 from subquad.eval.results import LOSS_LABELS, LossName
-from subquad.eval.style import GREY, SERIES, new_figure, save_figure
+from subquad.eval.style import GREY, new_figure, save_figure, series_look
 
-_OTHERS = ("P", "X", "*", "<", ">")
 _SPREAD = 0.6
 
 
@@ -40,7 +39,7 @@ def plot_finetuned(records: Sequence[EvalRecord], path: Path) -> Plot:
     title = "GLUE after fine-tuning with the same budget"
     figure, axes = new_figure(title, "Task and metric", "Score")
     for place, model in enumerate(models):
-        color, marker = _look(model, models)
+        color, marker, _ = series_look(model, models)
         offset = _SPREAD * ((place + 0.5) / len(models) - 0.5)
         points = [
             (slots.index((record.task, name)) + offset, metric.value, metric.standard_error or 0.0)
@@ -68,11 +67,3 @@ def plot_finetuned(records: Sequence[EvalRecord], path: Path) -> Plot:
 def _in_order(models: set[str]) -> list[str]:
     known = [name for name in LOSS_LABELS if name in models]
     return known + sorted(models - set(known))
-
-
-def _look(model: str, models: Sequence[str]) -> tuple[str, str]:
-    if model in SERIES:
-        color, marker, _ = SERIES[model]
-        return color, marker
-    others = [name for name in models if name not in SERIES]
-    return GREY, _OTHERS[others.index(model) % len(_OTHERS)]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from subquad.eval.confusion import f1, matthews
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -108,16 +110,9 @@ def _values(metric: str, patterns: _Patterns, counts: Floats) -> Floats:
     truth, said = patterns.labels[:, None], patterns.predictions
     if metric == "acc":
         return counts @ (said == truth) / counts.sum(1, keepdims=True)
-    hits, misses = counts @ ((truth == 1) & (said == 1)), counts @ ((truth == 1) & (said != 1))
-    false_alarms, rejections = counts @ ((truth != 1) & (said == 1)), counts @ ((truth != 1) & (said != 1))
-    if metric == "f1":
-        return _quotient(2 * hits, 2 * hits + misses + false_alarms)
-    margins = (hits + misses) * (hits + false_alarms) * (rejections + misses) * (rejections + false_alarms)
-    return _quotient(hits * rejections - misses * false_alarms, np.sqrt(margins))
-
-
-def _quotient(above: Floats, below: Floats) -> Floats:
-    return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
+    cells = [[counts @ (((truth == 1) == gold) & ((said == 1) == answer)) for answer in (0, 1)] for gold in (0, 1)]
+    confusion = np.moveaxis(np.array(cells), (0, 1), (-2, -1))
+    return f1(confusion) if metric == "f1" else matthews(confusion)
 
 
 def _accuracy_error(patterns: _Patterns, weights: Floats) -> float:

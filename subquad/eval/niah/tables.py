@@ -9,6 +9,7 @@ from subquad.errors import ConfigError
 from subquad.eval.niah.cells import Axis, CellScore, Group, Mean, Share, cells_of, group_cells, paired_differences
 from subquad.eval.records import EvalRecord
 from subquad.eval.results import LOSS_LABELS
+from subquad.eval.style import with_error
 
 SCORE_LABELS: dict[CellScore, str] = {
     "accuracy": "Exact answers",
@@ -130,4 +131,4 @@ def _score_text(group: Group | None, score: CellScore) -> str:
 def _mean_text(mean: Mean | None, sign: str) -> str:
     if mean is None:
         return NOT_MEASURED
-    return f"{mean.value:{sign}.2f}" + ("" if mean.standard_error is None else f" ± {mean.standard_error:.2f}")
+    return with_error(mean.value, mean.standard_error, decimals=2, sign=sign)

@@ -13,7 +13,7 @@ from subquad.eval.report.blocks import DASH, NOTHING, Block, Cell, Figures, Head
 from subquad.eval.report.data import ByModel, RunData
 from subquad.eval.report.differences import Difference, conditions, differing, is_loss
 from subquad.eval.results import LOSS_LABELS, CacheTable, LossName, PairedDifference, Results
-from subquad.eval.style import format_bytes, format_positions
+from subquad.eval.style import format_bytes, format_positions, with_error
 
 LOSS_HEAD = ["Model", "Loss (nats/token)", "Perplexity", "Student minus this"]
 MEMORY_HEAD = ["Tokens", "Key/value cache", "Student", "KV ÷ student", "How known"]
@@ -24,7 +24,7 @@ def loss_table(results: Results) -> list[list[str]]:
     rows = []
     for name, value in results.loss.measured().items():
         error = results.loss.standard_error.get(name)
-        loss = f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
+        loss = with_error(value, error)
         difference = results.difference("student", name)
         rows.append([LOSS_LABELS[name], loss, f"{perplexity(value):.2f}", format_difference(difference)])
     return rows
@@ -48,8 +48,7 @@ def format_difference(pair: PairedDifference | None) -> str:
     """Return a paired difference as `-0.0281 ± 0.0021`, or a dash where there is none."""
     if pair is None:
         return DASH
-    error = "" if pair.standard_error is None else f" ± {pair.standard_error:.4f}"
-    return f"{pair.difference:+.4f}{error}"
+    return with_error(pair.difference, pair.standard_error, sign="+")
 
 
 def loss_section(run: RunData, folder: Path) -> Section:
@@ -104,11 +103,10 @@ def _record_blocks(task: str, by_model: ByModel, folder: Path) -> list[Block]:
     rows = []
     for name, record in by_model.items():
         loss, perplexities = record.metrics["loss"], record.metrics["perplexity"]
-        error = "" if loss.standard_error is None else f" ± {loss.standard_error:.4f}"
         rows.append(
             [
                 Cell(model_label(name)),
-                Cell(f"{loss.value:.4f}{error}", loss.value),
+                Cell(with_error(loss.value, loss.standard_error), loss.value),
                 Cell(f"{perplexities.value:.2f}", perplexities.value),
                 _student_minus(results, name),
             ]

@@ -7,29 +7,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from subquad.kernels import poly_attention
-from tests.kernels.oracle import Case, definition, make_case, named, with_gradients, worst
+from tests.kernels.oracle import Case, definition, make_case, run, with_gradients, worst
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 
 
 def on_triton(case: Case, chunk_size: int | None = 16, form: str = "chunked") -> dict[str, Tensor]:
-    """Call the op on the kernels."""
-    result = poly_attention(
-        case.q,
-        case.k,
-        case.v,
-        case.log_decay,
-        coefs=case.coefs,
-        key_weight=case.key_weight,
-        normalize=case.normalize,
-        initial_state=case.state,
-        output_final_state=form == "chunked" or case.state is not None,
-        chunk_size=chunk_size,
-        form=form,
-        backend="triton",
-    )
-    return named([result])
+    """Call the op on the kernels; one chunk over all tokens is only taken where no state comes out."""
+    keep_state = form == "chunked" or case.state is not None
+    return run(case, form, chunk_size, backend="triton", keep_state=keep_state)
 
 
 def small_case(**changes: object) -> Case:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from subquad.errors import ConfigError
@@ -80,6 +81,26 @@ def check_form(
         problems.append(
             f"form 'recurrent' takes one token, got {num_queries} queries and {num_keys} keys; use 'chunked'"
         )
+    _raise(problems)
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, k: Tensor, needs_state: bool) -> None:
+    """Raise `ConfigError` unless the boundaries cut one row of k into sequences, and no state goes in or out."""
+    problems = []
+    if k.shape[0] != 1:
+        problems.append(f"cu_seqlens packs sequences into one row, but the batch has {k.shape[0]}; flatten it")
+    if needs_state:
+        problems.append(
+            "cu_seqlens with a state: there would be one state per sequence; run them as a batch, padding with "
+            "key_weight 0"
+        )
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.shape[0] < 2:
+        problems.append(f"cu_seqlens must be whole numbers [sequences + 1], got {cu_seqlens.dtype} {cu_seqlens.shape}")
+    # torch.compile cannot look at values.
+    elif not torch.compiler.is_compiling():
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0 or bounds[-1] != k.shape[1] or bounds != sorted(bounds):
+            problems.append(f"cu_seqlens must ascend from 0 to the {k.shape[1]} tokens of k, got {bounds}")
     _raise(problems)
 
 

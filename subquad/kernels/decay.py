@@ -38,6 +38,22 @@ def split_resets(log_decay: Tensor) -> tuple[Tensor, Tensor]:
     return log_decay.masked_fill(resets, 0.0).clamp(LOWEST_LOG_DECAY, 0.0), resets
 
 
+def reset_at(log_decay: Tensor | None, starts: Tensor, k: Tensor) -> Tensor:
+    """Put a reset where a sequence starts, so that nothing crosses; without a decay all other tokens decay nothing.
+
+    Args:
+        log_decay: `[B, T, Hkv]`, or None.
+        starts: `[B, T]` bool.
+        k: `[B, T, Hkv, d]`, for shape and device.
+
+    Returns:
+        `[B, T, Hkv]`.
+    """
+    if log_decay is None:
+        log_decay = k.new_zeros(k.shape[:3], dtype=torch.float32)
+    return log_decay.masked_fill(starts[..., None], -torch.inf)
+
+
 def wide_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype in which log decays are summed: float64, but float32 on Apple's GPUs, which have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64

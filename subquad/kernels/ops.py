@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.backend import Backend, Precision, choose_backend, under_autocast
-from subquad.kernels.checks import check_coefs, check_form, check_precision, check_shapes, check_state
+from subquad.kernels.checks import check_coefs, check_cu_seqlens, check_form, check_precision, check_shapes, check_state
 from subquad.kernels.chunked import chunked_attention
 from subquad.kernels.cost import DEFAULT_CHUNK_SIZE, cheapest_chunk_size
-from subquad.kernels.decay import LOWEST_LOG_DECAY, split_resets
+from subquad.kernels.decay import LOWEST_LOG_DECAY, reset_at, split_resets
 from subquad.kernels.inputs import PolyInputs
 from subquad.kernels.normalise import guarded_division, normaliser_bound
 from subquad.kernels.recurrent import recurrent_step
@@ -44,6 +44,7 @@ def poly_attention(
     coefs: Coefs,
     scale: float | None = None,
     key_weight: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     normalize: bool = True,
     initial_state: PolyState | None = None,
     output_final_state: bool = False,
@@ -71,6 +72,8 @@ def poly_attention(
             means that the power has no state rows.
         scale: Factor on `q . k`; None is `d ** -0.5`.
         key_weight: `[B, T, Hkv]`, >= 0; 0 means that the token is not written. None is 1.
+        cu_seqlens: `[N + 1]` whole numbers, where the N sequences packed into one row (`B = 1`) begin, then `T`; the
+            same as a reset at each begin. Not with a state, of which there would be N.
         normalize: Whether to divide by the sum of weights. A sum nearer to 0 than 1e-6 of its bound is moved there
             (powers up to 2; see `normalise.py`); a row that sees no key gives 0.
         initial_state: State before the first key; powers up to 2 only.
@@ -100,6 +103,10 @@ def poly_attention(
     needs_state = initial_state is not None or output_final_state
     check_form(form, orders, q.shape[1], k.shape[1], needs_state, chunk_size)
     check_precision(precision)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, k, needs_state)
+        starts = torch.zeros((1, k.shape[1] + 1), dtype=torch.bool, device=k.device)
+        log_decay = reset_at(log_decay, starts.index_fill(1, cu_seqlens.long(), True)[:, :-1], k)
     if initial_state is not None:
         check_state(initial_state, k, v, orders)
     on_triton = form != "quadratic" and choose_backend(backend, q, k, v, orders).backend == "triton"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels import SinkTokens, WindowOutput, window_attention
+from subquad.kernels.decay import reset_at
 from subquad.layers.inputs import Buffers, HeadInputs
 from subquad.layers.sequence import SequenceInfo
 
@@ -164,11 +165,7 @@ class WindowStream:
 def reset_at_documents(log_decay: Tensor | None, sequence: SequenceInfo, k: Tensor) -> Tensor | None:
     """Put -inf where a document starts, so that no state crosses; a mixer without decay gets zeros elsewhere."""
     starts = sequence.document_starts
-    if starts is None:
-        return log_decay
-    if log_decay is None:
-        log_decay = k.new_zeros(k.shape[:3], dtype=torch.float32)
-    return log_decay.masked_fill(starts[..., None], float("-inf"))
+    return log_decay if starts is None else reset_at(log_decay, starts, k)
 
 
 def past_stream(buffers: Buffers) -> FarStream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -10,8 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from subquad.kernels import chunked, ops
-from tests.kernels.oracle import TOLERANCE, definition, make_case, run, with_gradients, worst
+from subquad.kernels import chunked, ops, poly_attention
+from tests.kernels.oracle import TOLERANCE, definition, make_case, relative_rms, run, with_gradients, worst
 
 SCORES = ("square", "linear", "constant", "taylor", "even", "offset")
 DECAYS = ("none", "gentle", "strong", "resets", "mixed")
@@ -112,6 +113,23 @@ def test_gradcheck():
         return tuple(run(case.mapped_to(filled), "chunked", 2).values())
 
     assert torch.autograd.gradcheck(compute, tuple(inputs.values()))
+
+
+@pytest.mark.parametrize("with_decay", [False, True])
+@pytest.mark.parametrize("form", ["quadratic", "chunked", "auto"])
+def test_packed_sequences_are_those_alone(form, with_decay):
+    case = make_case(batch=1, tokens=20, score="offset", decay="gentle")
+    log_decay = case.log_decay if with_decay else None
+    bounds = [0, 6, 6, 7, 20]
+
+    def attend(part, **packed):
+        decay = None if log_decay is None else log_decay[:, part]
+        tokens = (x[:, part] for x in (case.q, case.k, case.v))
+        return poly_attention(*tokens, decay, coefs=case.coefs, form=form, chunk_size=8, **packed).out
+
+    together = attend(slice(None), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    alone = [attend(slice(start, stop)) for start, stop in itertools.pairwise(bounds) if stop > start]
+    assert relative_rms(together, torch.cat(alone, 1)) < TOLERANCE[torch.float64]
 
 
 MUTANTS = {

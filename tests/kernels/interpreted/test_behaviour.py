@@ -85,6 +85,17 @@ def test_the_guard_is_that_of_the_other_forms():
 
 
 _BLOCK_PAIRS, _CUMULATED_DECAY = problem.block_pairs, prepare.cumulated_decay
+
+
+def test_packed_sequences():
+    case = small_case(score="taylor", groups=2, tokens=30).mapped(lambda x: x.float())
+    bounds = torch.tensor([0, 7, 8, 21, 30])
+    run = functools.partial(
+        poly_attention, case.q, case.k, case.v, coefs=case.coefs, cu_seqlens=bounds, chunk_size=16, form="chunked"
+    )
+    assert relative_rms(run(backend="triton").out, run(backend="torch").out) < 1e-5
+
+
 CASES = {
     "one token": {"tokens": 1},
     "one token, many heads": {"tokens": 1, "groups": 9, "score": "offset"},

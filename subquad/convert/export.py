@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 AUTO_MAP = {
     "AutoConfig": "configuration_subquad.SubquadLlamaConfig",
     "AutoModelForCausalLM": "modeling_subquad.SubquadLlamaForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_subquad.SubquadLlamaForSequenceClassification",
 }
 _SHIM_FILES = ("configuration_subquad.py", "modeling_subquad.py")
 _PROBE_LENGTH = 16

@@ -30,6 +30,8 @@ def build_token_dataset(
     seq_len: int,
     seed: int = 0,
     max_tokens: int | None = None,
+    *,
+    shuffle: bool = True,
 ) -> Dataset | IterableDataset:
     """Tokenise a source and pack it to `seq_len`; the same arguments always give the same rows in the same order.
 
@@ -48,6 +50,7 @@ def build_token_dataset(
         seed: Order of documents and rows.
         max_tokens: Upper bound of the tokens in the result, None for all; fewer are given, with a warning, where the
             source has no more.
+        shuffle: False keeps documents and rows in the order of the text: the first `max_tokens`.
 
     Returns:
         Rows `input_ids`, `position_ids`, `labels` of `pack_documents`, as torch tensors `[seq_len]` int64.
@@ -66,8 +69,8 @@ def build_token_dataset(
         )
     documents = load_documents(source)
     if isinstance(documents, IterableDataset):
-        return _stream_rows(documents, source, tokenizer, seq_len, seed, max_tokens)
-    return _memory_rows(documents, source, tokenizer, seq_len, seed, max_tokens)
+        return _stream_rows(documents, source, tokenizer, seq_len, seed if shuffle else None, max_tokens)
+    return _memory_rows(documents, source, tokenizer, seq_len, seed if shuffle else None, max_tokens)
 
 
 def _memory_rows(
@@ -75,11 +78,11 @@ def _memory_rows(
     source: TextSource,
     tokenizer: PreTrainedTokenizerBase,
     seq_len: int,
-    seed: int,
+    seed: int | None,
     max_tokens: int | None,
 ) -> Dataset:
-    order = np.random.default_rng(seed)
-    shuffled = (documents[int(index)] for index in order.permutation(len(documents)))
+    order = np.arange if seed is None else np.random.default_rng(seed).permutation
+    shuffled = (documents[int(index)] for index in order(len(documents)))
     texts = (text for row in shuffled for text in document_texts(source, row))
     pool = None if max_tokens is None else POOL_FACTOR * max_tokens
     tokens = _tokenise_with_progress(texts, tokenizer, pool, len(documents))
@@ -100,7 +103,7 @@ def _memory_rows(
             num_rows * seq_len,
             wanted * seq_len,
         )
-    chosen = order.permutation(num_rows)[:wanted]
+    chosen = order(num_rows)[:wanted]
     columns = {name: pa.FixedSizeListArray.from_arrays(pa.array(rows[name][chosen].ravel()), seq_len) for name in rows}
     return Dataset(pa.table(columns)).with_format("torch")
 
@@ -145,7 +148,7 @@ def _stream_rows(
     source: TextSource,
     tokenizer: PreTrainedTokenizerBase,
     seq_len: int,
-    seed: int,
+    seed: int | None,
     max_tokens: int | None,
 ) -> IterableDataset:
     columns = documents.column_names or list(next(iter(documents)))
@@ -155,7 +158,7 @@ def _stream_rows(
         texts = [text for row in rows for text in document_texts(source, row)]
         return pack_documents(_token_arrays(texts, tokenizer) if texts else [], seq_len)
 
-    stream = documents.shuffle(seed=seed, buffer_size=_STREAM_SHUFFLE_BUFFER)
+    stream = documents if seed is None else documents.shuffle(seed=seed, buffer_size=_STREAM_SHUFFLE_BUFFER)
     stream = stream.map(pack, batched=True, batch_size=_STREAM_PACK_BATCH, remove_columns=columns)
     if next(iter(stream), None) is None:
         raise DataError(

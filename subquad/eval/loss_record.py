@@ -22,6 +22,7 @@ class LossSettings(BaseModel):
         tokens: Most tokens to measure on.
         seq_len: Tokens per row.
         seed: Seed that picked the rows.
+        shuffle: Whether it picked them; otherwise they are the first ones.
         batch_size: Rows per forward pass; changes no figure beyond rounding.
         position_buckets: Ascending upper bounds (exclusive) of the position buckets.
     """
@@ -32,6 +33,7 @@ class LossSettings(BaseModel):
     tokens: Annotated[int, Field(ge=1)] = 16_384
     seq_len: Annotated[int, Field(ge=2)] = 512
     seed: int = 0
+    shuffle: bool = True
     batch_size: Annotated[int, Field(ge=1)] = 4
     position_buckets: tuple[int, ...] = POSITION_BUCKETS
 
@@ -126,3 +128,8 @@ def unpack_loss(content: Mapping[str, Any]) -> LossResult:
         torch.tensor(content["row_tokens"], dtype=torch.int64),
         tuple(content["position_buckets"]),
     )
+
+
+def is_loss(record: EvalRecord) -> bool:
+    """Return whether it is a record of `run_loss`."""
+    return "row_sums" in record.details and "loss" in record.metrics

@@ -260,8 +260,8 @@ def _clear_gap_closed(losses: Mapping[LossName, LossResult]) -> float | None:
 
 
 def is_clear(difference: float, standard_error: float | None) -> bool:
-    """Return whether a paired difference is at least two standard errors; one without a standard error never is."""
-    return standard_error is not None and abs(difference) >= CLEAR_ERRORS * standard_error
+    """Return whether a paired difference is at least two standard errors; 0, or one without an error, never is."""
+    return difference != 0 and standard_error is not None and abs(difference) >= CLEAR_ERRORS * standard_error
 
 
 def gap_closed(teacher: float, student: float, window_only: float | None) -> float | None:

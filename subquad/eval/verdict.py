@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from subquad.eval.loss import compare_losses
-from subquad.eval.loss_record import unpack_loss
+from subquad.eval.loss_record import is_loss, unpack_loss
 from subquad.eval.records import EvalRecord
 from subquad.eval.results import LossName, PairedDifference, Results
 from subquad.eval.style import with_error
@@ -57,14 +57,16 @@ def judge_records(records: Sequence[EvalRecord]) -> Verdict | None:
     """Say whether a student of an evaluation without a run beats the window-only control.
 
     Args:
-        records: Records of all tasks; those of the held-out loss decide.
+        records: Records of all tasks; those of the held-out loss decide (the task `loss`, else the first named text).
 
     Returns:
         The verdict; None without a student.
     """
     if not any(record.model == "student" for record in records):
         return None
-    losses = {record.model: record for record in records if record.task == "loss"}
+    tasks = {record.task for record in records if is_loss(record)}
+    task = min(tasks, key=lambda name: (name != "loss", name), default=None)
+    losses = {record.model: record for record in records if record.task == task}
     student = losses.get("student")
     labels: dict[LossName, str] = {"window_only": "the window-only control", "teacher": "the teacher"}
     pairs: dict[LossName, PairedDifference] = {}

@@ -38,20 +38,29 @@ class TextLossSettings(Section):
     """The held-out text of `loss` and `layers`.
 
     Attributes:
+        name: a name of this text; its records are those of the task `loss-NAME`, so that texts stand beside each other.
         text: files or patterns; none is the embedded messages that training leaves out.
         tokens: most tokens to measure on.
         layer_tokens: most of these tokens for `layers`.
         seq_len: tokens per row; a document that is longer is cut into rows.
+        shuffle: rows drawn from all of the text by `seed`; false is the first ones, in order.
         batch_size: rows per forward pass.
         position_buckets: ascending upper bounds of the position buckets.
     """
 
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] | None = None
     text: tuple[str, ...] = ()
     tokens: Count = 16_384
     layer_tokens: Count = 4096
     seq_len: Count = 512
+    shuffle: bool = True
     batch_size: Count = 4
     position_buckets: tuple[Count, ...] = POSITION_BUCKETS
+
+    @property
+    def task(self) -> str:
+        """Task of the records."""
+        return "loss" if self.name is None else f"loss-{self.name}"
 
 
 class SuiteSettings(Section):
@@ -212,7 +221,9 @@ def run_suite(
     """
     shared = _Rows(contestants[0], settings)
     jobs: dict[str, Callable[..., list[EvalRecord]]] = {
-        "loss": lambda **how: run_loss(contestants, shared.rows(), shared.settings(), folder, **how),
+        "loss": lambda **how: run_loss(
+            contestants, shared.rows(), shared.settings(), folder, task=settings.loss.task, **how
+        ),
         "layers": lambda **how: run_layers(contestants, shared.rows_for_layers(), folder, seed=settings.seed, **how),
         "niah": lambda **how: _niah(contestants, settings.niah, folder, **how),
         "perplexity": _lm_eval_job((), contestants, settings.lm_eval, folder),
@@ -284,6 +295,7 @@ class _Rows:
                 settings.seq_len,
                 max_tokens=settings.tokens,
                 seed=self.suite.seed,
+                shuffle=settings.shuffle,
             )
             assert isinstance(rows, Dataset), "local text is not streamed"
             self.found = rows
@@ -301,6 +313,7 @@ class _Rows:
             tokens=loss.tokens,
             seq_len=loss.seq_len,
             seed=self.suite.seed,
+            shuffle=loss.shuffle,
             batch_size=loss.batch_size,
             position_buckets=loss.position_buckets,
         )

@@ -53,6 +53,7 @@ def test_everything_is_written(exported):
     assert config["auto_map"] == {
         "AutoConfig": "configuration_subquad.SubquadLlamaConfig",
         "AutoModelForCausalLM": "modeling_subquad.SubquadLlamaForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_subquad.SubquadLlamaForSequenceClassification",
     }
 
 

@@ -76,6 +76,15 @@ model.save_pretrained(again)
 copy = AutoModelForCausalLM.from_pretrained(again, trust_remote_code=True)
 with torch.no_grad():
     assert torch.equal(copy(input_ids=tokens[None]).logits, expected), "logits of the copy differ"
+
+# a classification head on the same body, saved and loaded again
+from transformers import AutoModelForSequenceClassification
+head = AutoModelForSequenceClassification.from_pretrained(directory, trust_remote_code=True, num_labels=3)
+assert torch.equal(head.model.embed_tokens.weight, model.model.embed_tokens.weight)
+head.save_pretrained(again + "-head")
+copy = AutoModelForSequenceClassification.from_pretrained(again + "-head", trust_remote_code=True)
+with torch.no_grad():
+    assert torch.equal(copy(input_ids=tokens[None]).logits, head(input_ids=tokens[None]).logits), "heads differ"
 """
 
 WITHOUT_SUBQUAD_THEN_WITH_IT = """

@@ -95,6 +95,13 @@ def test_order_is_fixed_by_the_seed(streaming, tmp_path):
     assert orders[0] != orders[2]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_in_the_order_of_the_text(streaming, tmp_path):
+    source = replace(write_source("jsonl", tmp_path), streaming=streaming)
+    rows = build_token_dataset(source, make_tokenizer(), 7, seed=3, max_tokens=28, shuffle=False)
+    assert tokens_of(rows) == list(range(28))
+
+
 @pytest.mark.parametrize("kind, streaming", [("text", False), ("jsonl", False), ("jsonl", True)])
 def test_train_and_eval_parts_share_no_document_and_miss_none(kind, streaming, tmp_path):
     source = replace(write_source(kind, tmp_path), streaming=streaming)

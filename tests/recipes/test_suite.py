@@ -39,6 +39,17 @@ def test_tasks_leave_a_record_for_every_model(run_dir, text_files):
     assert len(load_records(run_dir)) == 4
 
 
+def test_a_named_text_stands_beside_the_others(run_dir, text_files):
+    text = ["--text", text_files["eval"], *SMALL]
+    assert evaluate(run_dir, "--tasks", "loss", *text).exit_code == 0
+    done = evaluate(run_dir, "--tasks", "loss", "loss.name=start", "loss.shuffle=false", *text, "--json")
+    assert set(json.loads(done.stdout)["tasks"]) == {"loss-start"}
+    records = {record.task: record for record in load_records(run_dir)}
+    assert set(records) == {"loss", "loss-start"}
+    # The first rows of the text are not those that a seed draws.
+    assert records["loss"].provenance.prompts_hash != records["loss-start"].provenance.prompts_hash
+
+
 def test_one_task_that_fails_does_not_stop_the_others(run_dir, text_files):
     overrides = [f"loss.text=[{text_files['eval']}]", *SMALL]
     done = evaluate(run_dir, *overrides, "--tasks", "perplexity,no_such_task,layers", "--json")

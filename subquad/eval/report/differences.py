@@ -14,7 +14,7 @@ from subquad.eval.finetune import compare_finetuned
 from subquad.eval.finetune.run import TASK_PREFIX as FINETUNE_PREFIX
 from subquad.eval.harness import paired_difference
 from subquad.eval.loss import compare_losses
-from subquad.eval.loss_record import unpack_loss
+from subquad.eval.loss_record import is_loss, unpack_loss
 from subquad.eval.niah import cells_of
 from subquad.eval.niah.cells import Cell as GridCell
 from subquad.eval.niah.cells import CellScore
@@ -185,11 +185,6 @@ def common_cells(records: Sequence[EvalRecord]) -> list[list[GridCell]]:
     grids = [{(cell.length, cell.depth): cell for cell in cells_of(record)} for record in records]
     shared = [place for place in grids[0] if all(place in grid for grid in grids)]
     return [[grid[place] for place in shared] for grid in grids]
-
-
-def is_loss(record: EvalRecord) -> bool:
-    """Return whether it is a record of `run_loss`."""
-    return "row_sums" in record.details and "loss" in record.metrics
 
 
 def is_needle(record: EvalRecord) -> bool:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from subquad.eval.loss import LossResult, compare_losses, compare_losses_by_position, perplexity
-from subquad.eval.loss_record import unpack_loss
+from subquad.eval.loss_record import is_loss, unpack_loss
 from subquad.eval.niah.tables import model_label
 from subquad.eval.plots import Plot, PositionRow, crossover_sentence, plot_loss_by_position, plot_memory
 from subquad.eval.report.blocks import DASH, NOTHING, Block, Cell, Figures, Heading, Missing, Section, Table, Text
 from subquad.eval.report.data import ByModel, RunData
-from subquad.eval.report.differences import Difference, conditions, differing, is_loss
+from subquad.eval.report.differences import Difference, conditions, differing
 from subquad.eval.results import LOSS_LABELS, CacheTable, LossName, PairedDifference, Results
 from subquad.eval.style import format_bytes, format_positions, with_error
 

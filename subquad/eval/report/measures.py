@@ -9,6 +9,7 @@ from typing import Any
 from subquad.eval.finetune.run import TASK_PREFIX as FINETUNE_PREFIX
 from subquad.eval.glue import LM_EVAL_TASKS, GlueAverage, glue_average, glue_metrics
 from subquad.eval.loss import perplexity
+from subquad.eval.loss_record import is_loss
 from subquad.eval.niah.cells import CellScore, pooled
 from subquad.eval.niah.stats import mean_and_error, wilson_interval
 from subquad.eval.records import EvalRecord, Metric
@@ -21,7 +22,6 @@ from subquad.eval.report.differences import (
     decimals_of,
     differing,
     format_number,
-    is_loss,
     is_needle,
 )
 from subquad.eval.results import CacheTable, LossName, PairedDifference, Results

@@ -21,5 +21,9 @@ class OutputError(SubquadError, RuntimeError):
     """An output folder that cannot be written, or that already holds something else."""
 
 
+class TaskError(SubquadError, RuntimeError):
+    """Tasks of an evaluation that could not be measured; the others were kept."""
+
+
 class TrainingError(SubquadError, RuntimeError):
     """A training run that diverged or produced NaN; the last good checkpoint was kept."""

@@ -57,15 +57,19 @@ def _length_problems(recipe: Recipe, context_length: int) -> list[str]:
 
 
 def _missing_files(recipe: Recipe) -> list[str]:
-    problems = []
-    for part, source in (("train", recipe.data.train), ("eval", recipe.data.eval)):
-        if isinstance(source, TextFiles):
-            problems += [
-                f"data.{part}.paths: no file matches {pattern!r}; give paths relative to the current folder"
-                for pattern in source.paths
-                if not glob.glob(pattern, recursive=True)
-            ]
-    return problems
+    named = {
+        f"data.{part}.paths": source.paths
+        for part, source in (("train", recipe.data.train), ("eval", recipe.data.eval))
+        if isinstance(source, TextFiles)
+    }
+    if recipe.eval.suite is not None:
+        named |= {f"eval.suite.{key}": patterns for key, patterns in recipe.eval.suite.named_files().items()}
+    return [
+        f"{key}: no file matches {pattern!r}; give paths relative to the current folder"
+        for key, patterns in named.items()
+        for pattern in patterns
+        if not glob.glob(pattern, recursive=True)
+    ]
 
 
 def _shared_files(recipe: Recipe) -> list[str]:

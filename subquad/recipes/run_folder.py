@@ -11,16 +11,17 @@ from typing import Any
 
 from subquad.convert.atomic import atomic_file
 from subquad.errors import ConfigError, OutputError
+from subquad.eval.records import RECORDS_FOLDER
 from subquad.recipes.loader import load_recipe, recipe_to_yaml
 from subquad.recipes.schema import Recipe
 
-STAGES = ("plan", "convert", "calibrate", "baseline", "stage1", "stage2", "export", "evaluate", "report")
+STAGES = ("plan", "convert", "calibrate", "baseline", "stage1", "stage2", "export", "evaluate", "suite", "report")
 RECIPE_FILE = "recipe.yaml"
 LOCK_FILE = ".lock"
 # everything a run writes; `--fresh` removes these and nothing else
 _CONTENT = (
     RECIPE_FILE, "log.jsonl", "stages", "checkpoints", "tensorboard", "student",
-    "report.md", "report.html", "results.json", "plots",
+    "report.md", "report.html", "results.json", "plots", RECORDS_FOLDER,
 )  # fmt: skip
 
 _ABSENT = object()

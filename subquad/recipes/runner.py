@@ -42,8 +42,8 @@ def run_recipe(
     Args:
         recipe: the recipe.
         resume: False removes an earlier run in the recipe's folder first.
-        last_stage: where to stop: `plan`, `convert`, `calibrate`, `baseline`, `stage1`, `stage2`, `export`, `evaluate`
-            or `report`.
+        last_stage: where to stop: `plan`, `convert`, `calibrate`, `baseline`, `stage1`, `stage2`, `export`, `evaluate`,
+            `suite` or `report`.
         command: command that repeats the run, for the report; None names the recipe in the run's folder.
 
     Returns:
@@ -55,6 +55,7 @@ def run_recipe(
         DataError: text is missing, empty or too short.
         OutputError: the folder holds another run, is in use by another process, or cannot be written (full disk).
         TrainingError: training diverged; the last good checkpoint was kept.
+        TaskError: a task of `eval.suite` could not be measured; everything else is kept.
     """
     if last_stage not in STAGES:
         raise ConfigError(f"last_stage {last_stage!r} is unknown; it is one of {', '.join(STAGES)}")

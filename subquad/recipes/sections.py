@@ -5,37 +5,15 @@ from __future__ import annotations
 import itertools
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from subquad.distill.config import Stage1Config, Stage2Config, StageConfig
 from subquad.errors import ConfigError
 from subquad.layers.config import MixerConfig
 from subquad.layers.presets import resolve_mixer
+from subquad.recipes.fields import Count, CountOrZero, LearningRate, RowLength, Section, Weight
 from subquad.recipes.problems import describe_unknown_key
-
-
-def _whole_number(value: object) -> object:
-    """Read `1e6` and `5e5` as whole numbers: YAML 1.1 hands them over as text."""
-    if isinstance(value, str):
-        try:
-            number = float(value)
-        except ValueError:
-            return value
-        if number.is_integer():
-            return int(number)
-    return value
-
-
-Count = Annotated[int, BeforeValidator(_whole_number), Field(ge=1)]
-CountOrZero = Annotated[int, BeforeValidator(_whole_number), Field(ge=0)]
-LearningRate = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+from subquad.recipes.suite_settings import SuiteSettings
 
 
 class ModelSection(Section):
@@ -82,7 +60,7 @@ class ConvertSection(Section):
     """
 
     mixer: Mixer = Field(default="2mamba", validate_default=True)
-    layers: Annotated[dict[str, Mixer], BeforeValidator(_text_keys)] = {}
+    layers: Annotated[dict[str, Mixer], BeforeValidator(_text_keys)] = Field(default_factory=dict)
 
 
 class CalibrateSection(Section):
@@ -185,7 +163,7 @@ class DataSection(Section):
 
     train: Annotated[TextSource, _embedded_part("train")] = EmbeddedText(part="train")
     eval: Annotated[TextSource, _embedded_part("eval")] = EmbeddedText(part="eval")
-    seq_len: Annotated[int, BeforeValidator(_whole_number), Field(ge=8)] = 512
+    seq_len: RowLength = 512
 
     @model_validator(mode="after")
     def _check_overlap(self) -> DataSection:
@@ -328,15 +306,17 @@ class EvalSection(Section):
         memory_lengths: numbers of tokens at which cache bytes are compared.
         generate_prompt: text to continue, once by each model.
         generate_tokens: tokens to generate; 0 generates nothing.
+        suite: tasks to measure on teacher, control and student after that, as `subquad eval RUN --tasks` does.
     """
 
     tokens: Count = 16_384
-    seq_len: Annotated[int, BeforeValidator(_whole_number), Field(ge=8)] | None = None
+    seq_len: RowLength | None = None
     batch_size: Count = 4
     position_buckets: tuple[Count, ...] | None = None
     memory_lengths: Annotated[tuple[Count, ...], Field(min_length=1)] = (256, 1024, 4096, 16_384, 65_536)
     generate_prompt: Annotated[str, Field(min_length=1)] = "The state of the Union is"
     generate_tokens: CountOrZero = 40
+    suite: SuiteSettings | None = None
 
     @model_validator(mode="after")
     def _check_order(self) -> EvalSection:

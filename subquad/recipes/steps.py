@@ -13,12 +13,14 @@ from subquad.convert.calibrate import CalibrationResult, calibrate
 from subquad.convert.export import export_student
 from subquad.convert.modelcard import ModelCard, write_model_card
 from subquad.convert.plan import render_plan
+from subquad.errors import TaskError
 from subquad.eval.loss_record import pack_loss, unpack_loss
 from subquad.eval.memory import cache_table
 from subquad.eval.modes import EvalMode
 from subquad.eval.report import write_report
 from subquad.eval.results import LOSS_LABELS, LossName, Results, Sample, TokenCounts, summarise_losses
 from subquad.eval.storage import collect_versions, git_commit, load_results, save_results
+from subquad.recipes.contestants import load_contestants
 from subquad.recipes.measure import (
     device_name,
     measure_loss,
@@ -28,6 +30,7 @@ from subquad.recipes.measure import (
 )
 from subquad.recipes.progress import progress_bar
 from subquad.recipes.settings import text_source
+from subquad.recipes.suite import run_suite
 from subquad.recipes.workshop import Workshop
 
 
@@ -137,6 +140,23 @@ def evaluate_run(shop: Workshop) -> Outcome:
     return Outcome({}, (save_results(results, shop.folder.path),))
 
 
+def evaluate_tasks(shop: Workshop) -> Outcome:
+    """Measure the tasks of `eval.suite`, if there is one, on the teacher, the control and the exported checkpoint."""
+    settings = shop.recipe.eval.suite
+    if settings is None:
+        return Outcome({"tasks": []})
+    contestants = load_contestants(str(shop.folder.path), dtype=shop.dtype)
+    done = run_suite(contestants, settings, shop.folder.path, command=shop.command, console=shop.console)
+    if done.failures:
+        write_report(shop.folder.path)
+        failed = "\n".join(f"  {task}: {message}" for task, message in done.failures.items())
+        raise TaskError(
+            f"{len(done.failures)} of the tasks of eval.suite could not be measured:\n{failed}\n"
+            "The others are kept and in the report; the same command tries these again."
+        )
+    return Outcome({"tasks": list(settings.tasks)})
+
+
 def report_run(shop: Workshop) -> Outcome:
     """Write the report and put the measurements on the student's model card."""
     paths = write_report(shop.folder.path)
@@ -153,10 +173,11 @@ STEPS: dict[str, Callable[[Workshop], Outcome]] = {
     "stage2": train_stage2,
     "export": export_checkpoint,
     "evaluate": evaluate_run,
+    "suite": evaluate_tasks,
     "report": report_run,
 }
 # measured and written by the main process alone
-MAIN_PROCESS_STEPS = ("baseline", "export", "evaluate", "report")
+MAIN_PROCESS_STEPS = ("baseline", "export", "evaluate", "suite", "report")
 
 
 def bare_card(shop: Workshop) -> ModelCard:

@@ -6,20 +6,20 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from datasets import Dataset
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
 from subquad.distill import TextSource, build_token_dataset
 from subquad.errors import ConfigError, SubquadError
 from subquad.eval.contestants import Contestant
-from subquad.eval.finetune import FinetuneSettings, run_glue_finetune
+from subquad.eval.finetune import run_glue_finetune
 from subquad.eval.harness import LmEvalSettings, run_lm_eval
 from subquad.eval.layers import run_layers
-from subquad.eval.loss import POSITION_BUCKETS, Row
+from subquad.eval.loss import Row
 from subquad.eval.loss_record import LossSettings, run_loss
 from subquad.eval.niah import NiahSettings, run_niah
 from subquad.eval.niah.plots import write_niah_plots
@@ -29,60 +29,9 @@ from subquad.recipes.contestants import load_contestants, run_folder_of
 from subquad.recipes.loader import apply_overrides, parse_yaml
 from subquad.recipes.problems import describe_problems
 from subquad.recipes.progress import progress_bar
-from subquad.recipes.sections import Count, Section
+from subquad.recipes.suite_settings import SuiteSettings
 
 logger = logging.getLogger(__name__)
-
-
-class TextLossSettings(Section):
-    """The held-out text of `loss` and `layers`.
-
-    Attributes:
-        name: a name of this text; its records are those of the task `loss-NAME`, so that texts stand beside each other.
-        text: files or patterns; none is the embedded messages that training leaves out.
-        tokens: most tokens to measure on.
-        layer_tokens: most of these tokens for `layers`.
-        seq_len: tokens per row; a document that is longer is cut into rows.
-        shuffle: rows drawn from all of the text by `seed`; false is the first ones, in order.
-        batch_size: rows per forward pass.
-        position_buckets: ascending upper bounds of the position buckets.
-    """
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] | None = None
-    text: tuple[str, ...] = ()
-    tokens: Count = 16_384
-    layer_tokens: Count = 4096
-    seq_len: Count = 512
-    shuffle: bool = True
-    batch_size: Count = 4
-    position_buckets: tuple[Count, ...] = POSITION_BUCKETS
-
-    @property
-    def task(self) -> str:
-        """Task of the records."""
-        return "loss" if self.name is None else f"loss-{self.name}"
-
-
-class SuiteSettings(Section):
-    """What an evaluation measures.
-
-    Attributes:
-        tasks: `loss` (by position), `layers` (error, half-lives and far share of every layer), `niah` (needle in a
-            haystack), `perplexity` (of `lm_eval.text_files`, per word and byte), `glue-finetune` (a classification head
-            on every model), `glue`, and any task, group or tag of lm-eval.
-        seed: seed of the held-out rows.
-        loss: settings of `loss` and `layers`.
-        niah: settings of `niah`.
-        lm_eval: settings of all tasks of lm-eval; its `tasks` are those of this list.
-        finetune: settings of `glue-finetune`.
-    """
-
-    tasks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = ("loss", "layers", "niah")
-    seed: int = 0
-    loss: TextLossSettings = TextLossSettings()
-    niah: NiahSettings = NiahSettings()
-    lm_eval: LmEvalSettings = LmEvalSettings()
-    finetune: FinetuneSettings = FinetuneSettings()
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from subquad.cli import app
-from subquad.errors import ConfigError
+from subquad.errors import ConfigError, TaskError
 from subquad.eval.records import load_records
+from subquad.recipes.run_folder import RunFolder
 from subquad.recipes.runner import run_recipe
 from subquad.recipes.suite import load_suite
 
@@ -81,3 +82,35 @@ def test_settings_from_a_file(tmp_path):
 def test_wrong_settings_name_their_path(override, told):
     with pytest.raises(ConfigError, match=told):
         load_suite(None, [], [override])
+
+
+def eval_section(**suite):
+    return {"tokens": 256, "memory_lengths": [16, 64], "generate_tokens": 4, "suite": suite}
+
+
+def test_a_recipe_measures_its_tasks_before_the_report(make_recipe, text_files):
+    loss = {"name": "own", "text": [str(text_files["eval"])], "seq_len": 32, "tokens": 128}
+    recipe = make_recipe(eval=eval_section(tasks=["loss"], loss=loss))
+    run_recipe(recipe, command="test")
+    assert {record.model for record in load_records(recipe.run_dir)} == {"teacher", "window_only", "student"}
+    assert "loss-own" in (recipe.run_dir / "report.md").read_text()
+
+
+def test_a_task_of_a_recipe_that_fails_keeps_the_others_and_is_tried_again(make_recipe, text_files, monkeypatch):
+    loss = {"text": [str(text_files["eval"])], "seq_len": 32, "tokens": 128, "layer_tokens": 32}
+    recipe = make_recipe(eval=eval_section(tasks=["no_such_task", "layers"], loss=loss))
+    for _ in range(2):
+        with pytest.raises(TaskError, match="no_such_task"):
+            run_recipe(recipe, command="test")
+        assert [record.task for record in load_records(recipe.run_dir)] == ["layers"]
+        assert (recipe.run_dir / "report.html").is_file()
+        assert RunFolder(recipe.run_dir).finished("evaluate")
+        assert not RunFolder(recipe.run_dir).finished("suite")
+
+
+def test_files_of_the_tasks_are_checked_before_anything_runs(make_recipe):
+    suite = {"tasks": ["glue"], "lm_eval": {"data_dirs": ["no/such/folder"]}, "finetune": {"data_dir": "nor/this"}}
+    recipe = make_recipe(eval=eval_section(**suite))
+    with pytest.raises(ConfigError, match=r"eval.suite.lm_eval.data_dirs: .*\n.*eval.suite.finetune.data_dir: "):
+        run_recipe(recipe, command="test")
+    assert not recipe.run_dir.exists() or not any(path.suffix for path in recipe.run_dir.iterdir())

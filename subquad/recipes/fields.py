@@ -1,0 +1,32 @@
+"""The kinds of values that the keys of a recipe take."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _whole_number(value: object) -> object:
+    """Read `1e6` and `5e5` as whole numbers: YAML 1.1 hands them over as text."""
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            return value
+        if number.is_integer():
+            return int(number)
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_whole_number), Field(ge=1)]
+RowLength = Annotated[int, BeforeValidator(_whole_number), Field(ge=8)]
+CountOrZero = Annotated[int, BeforeValidator(_whole_number), Field(ge=0)]
+LearningRate = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")

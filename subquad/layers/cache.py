@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from subquad.errors import ConfigError
@@ -219,6 +220,18 @@ class SubquadCacheLayer(CacheLayerMixin):
     def _count_rows(self) -> None:
         if self.buffers:
             self.batch_size = next(iter(self.buffers.values())).shape[0]
+
+
+def cache_argument(model: nn.Module | type[nn.Module]) -> str:
+    """Return what a transformers model's `forward` calls its cache.
+
+    Args:
+        model: a model or its class.
+
+    Returns:
+        `cache`, or `past_key_values` as before transformers 5.24 (which warns about the old name at every call).
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def subquad_cache_layer(cache: Cache, layer_idx: int) -> SubquadCacheLayer:

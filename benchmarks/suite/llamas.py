@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -85,8 +84,3 @@ def stir_mixers(model: PreTrainedModel, seed: int) -> None:
                 parameter.zero_()
             spread = 0.02 if parameter.dim() == 3 else 0.1
             parameter.add_(spread * torch.randn(parameter.shape, generator=generator).to(parameter.device))
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """Return what the model's `forward` calls its cache: transformers renamed it in 5.24."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.suite.cases import Case, Session
-from benchmarks.suite.llamas import MIXERS, LlamaShape, cache_argument, random_student, stir_mixers
+from benchmarks.suite.llamas import MIXERS, LlamaShape, random_student, stir_mixers
 from benchmarks.suite.rows import Row
 from benchmarks.suite.settings import DTYPES, Settings
+from subquad.layers.cache import cache_argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

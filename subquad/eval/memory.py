@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,6 +13,7 @@ from subquad.eval.loss import Progress
 from subquad.eval.modes import EvalMode, evaluation_mode
 from subquad.eval.results import CacheTable
 from subquad.layers import MixerConfig, SubquadAttention, cache_bytes, layer_geometry
+from subquad.layers.cache import cache_argument
 
 LENGTHS = tuple(2**power for power in range(7, 18))
 LONGEST_MEASURED = 2048
@@ -56,8 +56,7 @@ def measure_cache_bytes(
             f"got {list(lengths)}, {batch_size} and {chunk_size}"
         )
     decoder = model.get_decoder()
-    # Renamed in transformers 5.24; the old name still works there, with a warning at every call.
-    keyword = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+    keyword = cache_argument(decoder)
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     cache, sizes, done = DynamicCache(), {}, 0

@@ -91,7 +91,7 @@ class SubquadAttention(nn.Module):
             `[B, T, hidden_size]` and attention weights (teacher mode with eager attention only, else None).
 
         Raises:
-            ConfigError: No `position_embeddings`.
+            ConfigError: No `position_embeddings`, or a cache that was begun in another mode.
         """
         if position_embeddings is None:
             raise ConfigError("position_embeddings are missing: pass the (cos, sin) of the model's rotary embedding")
@@ -104,6 +104,7 @@ class SubquadAttention(nn.Module):
             return out, weights
         if cache is not None:
             layer_cache = subquad_cache_layer(cache, self.layer_idx)
+            layer_cache.enter(self.mode)
             layout = cache_layout(self.mixer_config, self.geometry, hidden_states.dtype)
             layer_cache.allocate(layout, hidden_states.shape[0], hidden_states.device)
             layer_cache.seq_length += hidden_states.shape[1]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from subquad.errors import ConfigError
@@ -135,6 +136,23 @@ class SubquadCacheLayer(CacheLayerMixin):
         self.buffers: dict[str, Tensor] = {}
         self.seq_length = 0
         self.batch_size = -1
+        self.mode: str | None = None
+
+    def enter(self, mode: str) -> None:
+        """Note the attention mode at the first use, and refuse another one later.
+
+        Args:
+            mode: `student` or `window_only`; the latter keeps the window alone and no state of the far part.
+
+        Raises:
+            ConfigError: The cache was begun in another mode.
+        """
+        if self.mode not in (None, mode):
+            raise ConfigError(
+                f"this cache was begun in {self.mode} mode and cannot continue in {mode} mode: window_only keeps no "
+                "state of the far part, and either mode's keys and values are its own. Start with a new cache."
+            )
+        self.mode = mode
 
     def allocate(self, layout: dict[str, BufferSpec], batch_size: int, device: torch.device) -> None:
         """Create every buffer, zero-filled, at the first use; later calls do nothing."""
@@ -190,6 +208,7 @@ class SubquadCacheLayer(CacheLayerMixin):
         """Forget everything; the buffers are allocated again at the next use."""
         self.buffers = {}
         self.seq_length = 0
+        self.mode = None
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -219,6 +238,18 @@ class SubquadCacheLayer(CacheLayerMixin):
     def _count_rows(self) -> None:
         if self.buffers:
             self.batch_size = next(iter(self.buffers.values())).shape[0]
+
+
+def cache_argument(model: nn.Module | type[nn.Module]) -> str:
+    """Return what a transformers model's `forward` calls its cache.
+
+    Args:
+        model: a model or its class.
+
+    Returns:
+        `cache`, or `past_key_values` as before transformers 5.24 (which warns about the old name at every call).
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def subquad_cache_layer(cache: Cache, layer_idx: int) -> SubquadCacheLayer:

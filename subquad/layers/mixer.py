@@ -75,7 +75,7 @@ class Mixer(nn.Module):
 
         Args:
             inputs: the converted heads; their cache is updated.
-            window_only: leave the far part out of the result.
+            window_only: leave the far part out of the result and of the cache.
 
         Returns:
             The far part (None where nothing left the window) and the window (None for the pure mixer).
@@ -91,12 +91,11 @@ class Mixer(nn.Module):
             shared = (buffers["window_keys"], buffers["window_values"])
         rotated = inputs.rotate(inputs.q, inputs.k)
         near = stream.near(*rotated, inputs.v)
-        # Without a cache nobody reads the far part of the control, or of a window longer than the input.
-        if buffers is None and (window_only or config.window >= inputs.q.shape[1]):
+        # Nobody reads the far part of the control, or without a cache that of a window longer than the input.
+        if window_only or (buffers is None and config.window >= inputs.q.shape[1]):
             return None, near
         q, k, v, log_decay = self._far_inputs(inputs, rotated)
-        far = self._attend(q, stream.delay(k, v, log_decay, shared), buffers)
-        return (None if window_only else far), near
+        return self._attend(q, stream.delay(k, v, log_decay, shared), buffers), near
 
     def _far_inputs(
         self, inputs: HeadInputs, rotated: tuple[Tensor, Tensor] | None = None

@@ -85,6 +85,7 @@ class WindowStream:
     Attributes:
         rank: `[B, T]` real tokens of the document up to each position.
         takes: `[B, T]` bool, tokens that will leave the window for the far part (real and not sinks).
+        valid: `[B, W + T]` bool, `takes` behind that of the W positions before.
     """
 
     def __init__(self, inputs: HeadInputs, window: int, sinks: int) -> None:
@@ -105,6 +106,7 @@ class WindowStream:
         self.takes = real & ~self.is_sink
         if buffers is not None:
             buffers["num_seen"] = self.rank[:, -1].clone()
+        self.valid = shift_through(self.takes, window, "window_valid", buffers)
 
     def near(self, q: Tensor, k: Tensor, v: Tensor) -> WindowOutput:
         """Attend exactly to the window and the sinks.
@@ -126,8 +128,7 @@ class WindowStream:
             sinks = gather_sinks(k, v, self.rank, self.is_sink, self.sinks, self.buffers)
         valid = self.takes
         if self.buffers is not None:
-            # The far part reads `window_valid` too: it is updated once, in `delay`.
-            valid = torch.cat([self.buffers["window_valid"], valid], dim=1)
+            valid = self.valid
             k = shift_through(k, self.window, "window_keys", self.buffers)
             v = shift_through(v, self.window, "window_values", self.buffers)
         return window_attention(q, k, v, window=self.window, valid=valid, sinks=sinks)
@@ -153,7 +154,7 @@ class WindowStream:
             v = shift_through(v, self.window, "far_values", buffers)
         if log_decay is not None:
             log_decay = shift_through(log_decay, self.window, "far_log_decay", buffers)[:, :num_new]
-        weight = shift_through(self.takes, self.window, "window_valid", buffers)[:, :num_new]
+        weight = self.valid[:, :num_new]
         documents = self.sequence.documents
         if documents is not None:
             delayed = shift_through(documents + 1, self.window, "documents", None)[:, :num_new]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -24,12 +23,12 @@ from transformers.utils import logging
 from subquad.errors import ConfigError
 from subquad.layers import MixerConfig, SubquadAttention, converted_layers, parse_mixer
 from subquad.layers.attention import TEACHER_ATTRIBUTES
+from subquad.layers.cache import cache_argument
 from subquad.layers.sequence import SequenceInfo
 
 logger = logging.get_logger(__name__)
 
-# transformers renamed `past_key_values` to `cache` in 5.24 and warns about the old name.
-_CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
+_CACHE_ARGUMENT = cache_argument(LlamaModel)
 
 
 class SubquadLlamaConfig(LlamaConfig):

@@ -6,6 +6,7 @@ from transformers import DynamicCache
 
 from subquad.convert.plan import plan_conversion
 from subquad.convert.surgery import apply_plan, undo_plan
+from subquad.errors import ConfigError
 from subquad.layers import SubquadCacheLayer, attention_mode, cache_bytes, collect_local_losses, converted_layers
 from subquad.layers import resolve_mixer as mixer
 from tests.tiny_llama import relative_error as relative
@@ -102,6 +103,50 @@ def test_decode_equals_one_forward(teacher, name):
         steps.append(model(ids[:, 30:], past_key_values=cache, use_cache=True).logits)
         assert relative(torch.cat(steps, dim=1), full) < 1e-4
         assert cache.get_seq_length() == 40
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in MIXERS if "pure" not in name])
+def test_the_control_decodes_without_a_far_part(teacher, name, monkeypatch):
+    model = convert(teacher, name)
+    ids, mask = tokens(), torch.ones(2, 40, dtype=torch.long)
+    mask[1, :9] = 0
+    monkeypatch.setattr("subquad.layers.mixer.poly_attention", lambda *args, **kwargs: pytest.fail("far part computed"))
+    with attention_mode(model, "window_only"):
+        full = model(ids, attention_mask=mask).logits
+        cache, parts, done = DynamicCache(config=model.config), [], 0
+        for size in (5, *[1] * 13, 22):
+            done += size
+            new = ids[:, done - size : done]
+            parts.append(model(new, attention_mask=mask[:, :done], past_key_values=cache, use_cache=True).logits)
+    decoded = torch.cat(parts, dim=1)
+    assert relative(decoded[0], full[0]) < 1e-4
+    assert relative(decoded[1, 9:], full[1, 9:]) < 1e-4
+    for layer in cache.layers:
+        growing = [buffer for name, buffer in layer.buffers.items() if name.startswith("past_")]
+        assert all(buffer.shape[1] == 0 for buffer in growing)
+        assert growing or not layer.buffers["values"].any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("begun, other", [("student", "window_only"), ("window_only", "student")])
+def test_a_cache_stays_in_the_mode_it_was_begun_in(teacher, begun, other):
+    model = convert(teacher, "2mamba")
+    cache = DynamicCache(config=model.config)
+
+    def read(mode, part):
+        with attention_mode(model, mode):
+            return model(part, past_key_values=cache, use_cache=True).logits
+
+    first = read(begun, tokens()[:, :20])
+    with pytest.raises(ConfigError, match=f"begun in {begun} mode and cannot continue in {other}"):
+        read(other, tokens()[:, 20:])
+    assert cache.get_seq_length() == 20
+    with attention_mode(model, begun):
+        full = model(tokens()).logits
+    assert relative(torch.cat([first, read(begun, tokens()[:, 20:])], dim=1), full) < 1e-4
+    cache.reset()
+    read(other, tokens())
 
 
 @torch.no_grad()

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from pydantic import BaseModel, ConfigDict
+from transformers.cache_utils import Cache
 
 from subquad.eval.contestants import Contestant
 from subquad.eval.niah.answers import share_named
 from subquad.eval.niah.cells import Cell
 from subquad.eval.niah.prompts import NiahPrompt
-from subquad.eval.niah.score import TokenScores, batches, generate_answers, score_answers
+from subquad.eval.niah.score import (
+    TokenScores,
+    batches,
+    can_share_prompts,
+    generate_answers,
+    read_prompts,
+    score_answers,
+)
 from subquad.eval.niah.settings import NiahSettings
 
 _DECIMALS = 4
@@ -52,15 +62,29 @@ class Cost:
 
     Attributes:
         prompts: Prompts measured.
-        prefill_tokens: Tokens of all forwards over prompts; a prompt counts once per score.
+        prefill_tokens: Tokens of prompts and true answers that were read; a prompt counts as often as it is read.
         generated_tokens: Tokens written one at a time.
-        seconds: Wall time of each score.
+        seconds: Wall time of each score, and of `prefill` where the scores share it.
     """
 
     prompts: int = 0
     prefill_tokens: int = 0
     generated_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the wall time of the `with` block to a part's.
+
+        Args:
+            part: Key of `seconds`.
+
+        Yields:
+            Nothing.
+        """
+        started = time.monotonic()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - started
 
 
 def measure(
@@ -79,18 +103,10 @@ def measure(
     """
     outcomes: list[Outcome] = []
     cost = Cost(prompts=len(prompts), seconds=dict.fromkeys(settings.scores, 0.0))
+    shared = len(settings.scores) > 1 and can_share_prompts(contestant.model)
     with contestant.active():
         for batch in batches(prompts, settings.batch_size, settings.max_tokens_per_batch):
-            texts: list[str | None] = [None] * len(batch)
-            scores: list[TokenScores | None] = [None] * len(batch)
-            for score in settings.scores:
-                started = time.monotonic()
-                if score == "generation":
-                    texts = list(_generate(contestant, batch, settings, cost))
-                else:
-                    scores = list(_score(contestant, batch, cost))
-                cost.seconds[score] += time.monotonic() - started
-            outcomes += map(_outcome, batch, texts, scores, itertools.repeat(settings.needle))
+            outcomes += _measure_batch(contestant, batch, settings, cost, shared=shared)
             advance(len(batch))
     return outcomes, cost
 
@@ -134,18 +150,43 @@ def mean_reciprocal_rank(ranks: Sequence[int]) -> float:
     return fmean(1 / rank for rank in ranks)
 
 
-def _generate(contestant: Contestant, batch: Sequence[NiahPrompt], settings: NiahSettings, cost: Cost) -> list[str]:
+def _measure_batch(
+    contestant: Contestant, batch: Sequence[NiahPrompt], settings: NiahSettings, cost: Cost, *, shared: bool
+) -> list[Outcome]:
+    texts: list[str | None] = [None] * len(batch)
+    scores: list[TokenScores | None] = [None] * len(batch)
+    cache = _read(contestant, batch, cost) if shared else None
+    # The true answer goes first, on a copy that is then dropped: while answers are written only one cache is held.
+    if "teacher_forced" in settings.scores:
+        scores = list(_score(contestant, batch, cost, copy.deepcopy(cache)))
+    if "generation" in settings.scores:
+        texts = list(_generate(contestant, batch, settings, cost, cache))
+    return list(map(_outcome, batch, texts, scores, itertools.repeat(settings.needle)))
+
+
+def _read(contestant: Contestant, batch: Sequence[NiahPrompt], cost: Cost) -> Cache:
     prompts = [prompt.input_ids for prompt in batch]
-    written = generate_answers(contestant.model, contestant.tokenizer, prompts, settings.answer_tokens)
     cost.prefill_tokens += sum(map(len, prompts))
+    with cost.timed("prefill"):
+        return read_prompts(contestant.model, contestant.tokenizer, prompts)
+
+
+def _generate(
+    contestant: Contestant, batch: Sequence[NiahPrompt], settings: NiahSettings, cost: Cost, cache: Cache | None
+) -> list[str]:
+    prompts = [prompt.input_ids for prompt in batch]
+    with cost.timed("generation"):
+        written = generate_answers(contestant.model, contestant.tokenizer, prompts, settings.answer_tokens, cache)
+    cost.prefill_tokens += sum(map(len, prompts)) if cache is None else 0
     cost.generated_tokens += sum(map(len, written))
     return [contestant.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in written]
 
 
-def _score(contestant: Contestant, batch: Sequence[NiahPrompt], cost: Cost) -> list[TokenScores]:
+def _score(contestant: Contestant, batch: Sequence[NiahPrompt], cost: Cost, cache: Cache | None) -> list[TokenScores]:
     prompts, answers = [prompt.input_ids for prompt in batch], [prompt.answer_ids for prompt in batch]
-    cost.prefill_tokens += sum(map(len, prompts)) + sum(map(len, answers))
-    return score_answers(contestant.model, contestant.tokenizer, prompts, answers)
+    cost.prefill_tokens += sum(map(len, answers)) + (sum(map(len, prompts)) if cache is None else 0)
+    with cost.timed("teacher_forced"):
+        return score_answers(contestant.model, contestant.tokenizer, prompts, answers, cache)
 
 
 def _outcome(prompt: NiahPrompt, text: str | None, scores: TokenScores | None, kind: str) -> Outcome:

@@ -101,9 +101,10 @@ def test_the_record_says_what_is_needed_to_repeat_it(tokenizer, tmp_path):
     prompts = 2 * 3 * 2
     answers = sum(len(json.loads(line)["log_probs"]) for line in samples_of(tmp_path))
     assert cost["prompts"] == prompts
-    assert cost["prefill_tokens"] == 2 * 3 * 2 * (160 + 200) + answers
+    # Both scores share one reading of each prompt.
+    assert cost["prefill_tokens"] == 3 * 2 * (160 + 200) + answers
     assert cost["generated_tokens"] == prompts * 10
-    assert set(cost["seconds"]) == {"generation", "teacher_forced"}
+    assert set(cost["seconds"]) == {"prefill", "generation", "teacher_forced"}
     assert record.baselines == {"accuracy": 1 / 90_000, "key_logprob": pytest.approx(-math.log(90_000))}
 
 
@@ -238,10 +239,36 @@ def test_one_score_alone(tokenizer, tmp_path):
     forced = run([copying(tokenizer)], tmp_path, scores=("teacher_forced",))[0]
     assert "accuracy" not in forced.metrics | forced.baselines
     assert forced.details["cost"]["generated_tokens"] == 0
+    assert set(forced.details["cost"]["seconds"]) == {"teacher_forced"}
     assert all(cell.exact is None for cell in cells_of(forced))
     written = run([copying(tokenizer)], tmp_path, scores=("generation",))[0]
     assert set(written.metrics) == {"accuracy"}
+    assert written.details["cost"]["prefill_tokens"] == 3 * 2 * (160 + 200)
+    assert set(written.details["cost"]["seconds"]) == {"generation"}
     assert all(cell.log_probs is None for cell in cells_of(written))
+
+
+def test_scores_that_share_a_prompt_are_those_of_each_alone(tokenizer, tmp_path):
+    model = random_student(len(tokenizer), {"preset": "2mamba", "window": 8, "sinks": 2})
+    contestant = Contestant("student", "folder", model, tokenizer, "student")
+    found = []
+    for scores in (("generation", "teacher_forced"), ("teacher_forced",), ("generation",)):
+        folder = tmp_path / "-".join(scores)
+        run([contestant], folder, scores=scores)
+        lines = (folder / "evals/niah/samples/student.jsonl").read_text().splitlines()
+        found.append([json.loads(line) for line in lines])
+    for both, forced, written in zip(*found, strict=True):
+        assert both["log_probs"] == pytest.approx(forced["log_probs"], abs=1e-4)
+        assert both["ranks"] == forced["ranks"]
+        assert both["generated"] == written["generated"]
+
+
+def test_a_model_whose_cache_cannot_be_shared_reads_a_prompt_per_score(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("subquad.eval.niah.measure.can_share_prompts", lambda model: False)
+    record = run([copying(tokenizer)], tmp_path)[0]
+    answers = sum(len(json.loads(line)["log_probs"]) for line in samples_of(tmp_path))
+    assert record.metrics["accuracy"].value == record.metrics["key_rank1"].value == 1
+    assert record.details["cost"]["prefill_tokens"] == 2 * 3 * 2 * (160 + 200) + answers
 
 
 def test_another_tokenizer_is_noted(tokenizer, tmp_path):

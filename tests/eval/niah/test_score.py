@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MambaConfig,
+    MambaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 
 from subquad.errors import TrainingError
 from subquad.eval.modes import evaluation_mode
 from subquad.eval.niah import NiahSettings, build_prompts
 from subquad.eval.niah.prompts import NiahPrompt
-from subquad.eval.niah.score import batches, generate_answers, pad_left, score_answers
+from subquad.eval.niah.score import (
+    batches,
+    can_share_prompts,
+    generate_answers,
+    pad_left,
+    pad_right,
+    read_prompts,
+    score_answers,
+)
 from subquad.layers import PRESETS
 
 from .tiny import random_model, random_student, tiny_tokenizer
@@ -89,6 +105,51 @@ def test_scores_do_not_depend_on_the_batch_and_are_those_of_the_definition(name)
             assert list(alone.ranks) == ranks
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_read_once_give_both_scores(name):
+    model, mode = make_model(name)
+    prompts, answers = token_rows(LENGTHS, seed=2), token_rows((5, 1, 4, 5, 7, 2), seed=3)
+    with evaluation_mode(model, mode):
+        cache = read_prompts(model, _Tokenizer(), prompts)
+        scores = score_answers(model, _Tokenizer(), prompts, answers, copy.deepcopy(cache))
+        written = generate_answers(model, _Tokenizer(), prompts, STEPS, cache)
+        pairs = zip(prompts, answers, strict=True)
+        alone = [score_answers(model, _Tokenizer(), [prompt], [answer])[0] for prompt, answer in pairs]
+        assert written == generate_answers(model, _Tokenizer(), prompts, STEPS)
+    for found, expected in zip(scores, alone, strict=True):
+        assert found.log_probs == pytest.approx(expected.log_probs, abs=1e-4)
+        assert found.ranks == expected.ranks
+
+
+@pytest.mark.parametrize("name", ["llama", "teacher", "2mamba", "softmax"])
+def test_no_token_but_the_last_is_read_again(name):
+    model, mode = make_model(name)
+    seen, heads = [], []
+    model.model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    model.lm_head.register_forward_hook(lambda _, args, out: heads.append(tuple(out.shape)))
+    prompts, answers = token_rows((30, 20), seed=4), token_rows((3, 5), seed=5)
+    with evaluation_mode(model, mode):
+        cache = read_prompts(model, _Tokenizer(), prompts)
+        score_answers(model, _Tokenizer(), prompts, answers, copy.deepcopy(cache))
+        generate_answers(model, _Tokenizer(), prompts, 4, cache)
+    assert [tuple(call["input_ids"].shape) for call in seen] == [(2, 29), (2, 6)] + [(2, 1)] * 4
+    assert seen[1]["input_ids"][:, 0].tolist() == seen[2]["input_ids"][:, 0].tolist() == [row[-1] for row in prompts]
+    assert seen[1]["position_ids"].tolist() == [[29, 30, 31, 32, 32, 32], [19, 20, 21, 22, 23, 24]]
+    assert [call["position_ids"].tolist() for call in seen[2:]] == [[[29 + i], [19 + i]] for i in range(4)]
+    assert heads == [(2, 1, VOCAB), (2, 6, VOCAB)] + [(2, 1, VOCAB)] * 4
+
+
+def test_only_caches_of_attention_are_shared():
+    assert can_share_prompts(make_model("llama")[0])
+    assert can_share_prompts(make_model("2mamba")[0])
+    sizes = {"vocab_size": VOCAB, "hidden_size": 8, "num_hidden_layers": 2}
+    assert not can_share_prompts(MambaForCausalLM(MambaConfig(**sizes)))
+    assert not can_share_prompts(RwkvForCausalLM(RwkvConfig(**sizes, attention_hidden_size=8)))
+    model, _ = make_model("llama")
+    model.generation_config.cache_implementation = "static"
+    assert not can_share_prompts(model)
+
+
 def test_a_real_model_answers_needles_the_same_in_any_batch():
     if not STORIES.is_dir():
         pytest.skip("needs ../shared/data/checkpoints/stories260K_hf")
@@ -161,6 +222,12 @@ def test_padding_is_on_the_left_and_masked():
     tokens, mask = pad_left([[5, 6, 7], [8]], pad_token=2)
     assert tokens.tolist() == [[5, 6, 7], [2, 2, 8]]
     assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+
+
+def test_answers_are_padded_on_the_right_and_masked():
+    tokens, mask = pad_right([[5, 6, 7], [8]], pad_token=2)
+    assert tokens.tolist() == [[5, 6, 7], [8, 2, 2]]
+    assert mask.tolist() == [[1, 1, 1], [1, 0, 0]]
 
 
 def prompt_of(length, sample):

@@ -6,16 +6,18 @@ from functools import lru_cache
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from subquad.eval.niah.texts import FILLER_SENTENCES, INTRODUCTION, NAMES, WORDS, needle_template, question_text
 from subquad.layers import resolve_mixer
+from subquad.layers.cache import cache_argument
 from subquad.models import SubquadLlamaConfig, SubquadLlamaForCausalLM
 
 SPECIAL = ["<s>", "</s>"]
 KINDS = ("digits", "merged", "spaces")
 _LONGEST_MATCH = 8
+CACHE = cache_argument(LlamaForCausalLM)
 
 
 def _corpus() -> list[str]:
@@ -104,23 +106,22 @@ class CopyingModel(LlamaForCausalLM):
 
     def __init__(self, vocab_size: int, context: int = 256) -> None:
         super().__init__(LlamaConfig(**tiny_sizes(vocab_size, context)))
-        self.seen: list[list[int]] = []
         self.eval()
 
-    def forward(self, input_ids, attention_mask=None, logits_to_keep=0, **kwargs):
-        num_new = input_ids.shape[1]
-        if num_new > 1:
-            real = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -num_new:]
-            self.seen = [row[keep.bool()].tolist() for row, keep in zip(input_ids, real, strict=True)]
-        else:
-            self.seen = [[*row, int(new)] for row, new in zip(self.seen, input_ids[:, 0], strict=True)]
-        num_kept = logits_to_keep or num_new
-        logits = torch.full((len(self.seen), num_kept, self.config.vocab_size), -20.0)
-        for index, row in enumerate(self.seen):
+    def forward(self, input_ids, attention_mask=None, logits_to_keep=0, cache=None, past_key_values=None, **kwargs):
+        cache = past_key_values if cache is None else cache
+        cache = DynamicCache() if cache is None else cache
+        # The cache holds token ids in place of keys and values.
+        new = input_ids[:, None, :, None]
+        seen = cache.update(new, new, 0)[0][:, 0, :, 0]
+        real = (torch.ones_like(seen) if attention_mask is None else attention_mask).bool()
+        num_kept, length = logits_to_keep or input_ids.shape[1], seen.shape[1]
+        logits = torch.full((len(seen), num_kept, self.config.vocab_size), -20.0)
+        for index, (row, keep) in enumerate(zip(seen, real, strict=True)):
             for place in range(num_kept):
-                text = row[: len(row) - num_kept + place + 1]
-                logits[index, place, copied_token(text)] = 20.0
-        return CausalLMOutputWithPast(logits=logits)
+                end = length - num_kept + place + 1
+                logits[index, place, copied_token(row[:end][keep[:end]].tolist())] = 20.0
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
 
 
 def copied_token(text: list[int]) -> int:

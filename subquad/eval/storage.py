@@ -1,13 +1,15 @@
-"""Read and write `results.json`, and collect what identifies the software that made it."""
+"""Read and write `results.json`, and collect what identifies the software and the device that made it."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
 from pydantic import ValidationError
 
 from subquad.convert.atomic import atomic_file
@@ -27,6 +29,13 @@ def collect_versions() -> dict[str, str]:
         except PackageNotFoundError:
             versions[package] = "not installed"
     return versions
+
+
+def device_name(device: torch.device) -> str:
+    """Return a device in words: the GPU's name, or the processor and its number of cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()} CPU, {os.cpu_count()} cores"
 
 
 def git_commit() -> str | None:

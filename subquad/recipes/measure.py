@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Sequence
 
-import torch
 from transformers import PreTrainedModel
 
 from subquad.convert.modelcard import ModelCard
@@ -73,13 +70,6 @@ def mixer_counts(plan: ConversionPlan) -> dict[str, int]:
     for layer in plan.layers:
         counts[layer.label] = counts.get(layer.label, 0) + 1
     return counts
-
-
-def device_name(device: torch.device) -> str:
-    """Return a device in words: the GPU's name, or the processor and its number of cores."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()} CPU, {os.cpu_count()} cores"
 
 
 def model_card(results: Results) -> ModelCard:

@@ -19,10 +19,9 @@ from subquad.eval.memory import cache_table
 from subquad.eval.modes import EvalMode
 from subquad.eval.report import write_report
 from subquad.eval.results import LOSS_LABELS, LossName, Results, Sample, TokenCounts, summarise_losses
-from subquad.eval.storage import collect_versions, git_commit, load_results, save_results
+from subquad.eval.storage import collect_versions, device_name, git_commit, load_results, save_results
 from subquad.recipes.contestants import load_contestants
 from subquad.recipes.measure import (
-    device_name,
     measure_loss,
     mixer_counts,
     model_card,

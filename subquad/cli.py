@@ -221,7 +221,9 @@ def evaluate(
     seq_len: Annotated[int | None, typer.Option("--seq-len", min=2, help="Tokens per row; default: 512.")] = None,
     tasks: Annotated[
         str | None,
-        typer.Option("--tasks", "-t", help="loss, layers, niah, perplexity, glue-finetune, glue, any lm-eval task."),
+        typer.Option(
+            "--tasks", "-t", help="loss, layers, niah, speed, perplexity, glue-finetune, glue, any lm-eval task."
+        ),
     ] = None,
     config: Annotated[str | None, typer.Option("--config", help="A .yaml file with the settings of the tasks.")] = None,
     data_dir: Annotated[

@@ -24,6 +24,7 @@ from subquad.eval.loss_record import LossSettings, run_loss
 from subquad.eval.niah import NiahSettings, run_niah
 from subquad.eval.niah.plots import write_niah_plots
 from subquad.eval.records import RECORDS_FOLDER, EvalRecord, Metric
+from subquad.eval.speed import run_speed
 from subquad.eval.style import with_error
 from subquad.recipes.contestants import load_contestants, run_folder_of
 from subquad.recipes.loader import apply_overrides, parse_yaml
@@ -175,6 +176,7 @@ def run_suite(
         ),
         "layers": lambda **how: run_layers(contestants, shared.rows_for_layers(), folder, seed=settings.seed, **how),
         "niah": lambda **how: _niah(contestants, settings.niah, folder, **how),
+        "speed": lambda **how: run_speed(contestants, settings.speed, folder, **how),
         "perplexity": _lm_eval_job((), contestants, settings.lm_eval, folder),
         "glue-finetune": lambda **how: run_glue_finetune(contestants, settings.finetune, folder, **how),
     }

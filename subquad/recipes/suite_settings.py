@@ -10,6 +10,7 @@ from subquad.eval.finetune import FinetuneSettings
 from subquad.eval.harness import LmEvalSettings
 from subquad.eval.loss import POSITION_BUCKETS
 from subquad.eval.niah import NiahSettings
+from subquad.eval.speed import SpeedSettings
 from subquad.recipes.fields import Count, Section
 
 
@@ -47,11 +48,13 @@ class SuiteSettings(Section):
 
     Attributes:
         tasks: `loss` (by position), `layers` (error, half-lives and far share of every layer), `niah` (needle in a
-            haystack), `perplexity` (of `lm_eval.text_files`, per word and byte), `glue-finetune` (a classification head
-            on every model), `glue`, and any task, group or tag of lm-eval.
+            haystack), `speed` (of reading and writing, as ratios to the teacher), `perplexity` (of
+            `lm_eval.text_files`, per word and byte), `glue-finetune` (a classification head on every model), `glue`,
+            and any task, group or tag of lm-eval.
         seed: seed of the held-out rows.
         loss: settings of `loss` and `layers`.
         niah: settings of `niah`.
+        speed: settings of `speed`.
         lm_eval: settings of all tasks of lm-eval; its `tasks` are those of this list.
         finetune: settings of `glue-finetune`.
     """
@@ -60,6 +63,7 @@ class SuiteSettings(Section):
     seed: int = 0
     loss: TextLossSettings = TextLossSettings()
     niah: NiahSettings = NiahSettings()
+    speed: SpeedSettings = SpeedSettings()
     lm_eval: LmEvalSettings = LmEvalSettings()
     finetune: FinetuneSettings = FinetuneSettings()
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from subquad.errors import OutputError
-from subquad.eval.records import Metric, save_record
+from subquad.eval.records import save_record
 from subquad.eval.report import load_run, measures_of, write_report
 from subquad.eval.report.differences import Difference, metric_differences
 from subquad.eval.report.plain import report_to_dict
@@ -142,13 +142,13 @@ def test_page_is_whole_and_sorts_by_buttons_made_in_its_one_script(run):
         ("needle in a haystack", "--tasks niah"),
         ("GLUE, zero-shot", "--tasks glue"),
         ("GLUE, fine-tuned", "--tasks glue-finetune"),
+        ("speed", "--tasks speed"),
         ("error, half-lives and far share of the layers", "--tasks layers"),
     ],
 )
 def test_missing_parts_say_so_with_the_command(tmp_path, what, command):
     markdown = write_report(make_run(tmp_path)).markdown.read_text(encoding="utf-8")
     assert f"{what[1:]}: not measured; `subquad eval {tmp_path} {command}`" in markdown
-    assert "peed: not measured" in markdown
     assert "Needle accuracy" not in markdown
 
 
@@ -223,16 +223,6 @@ def test_records_of_other_weights_are_warned_of(tmp_path):
     save_record(stale.model_copy(update={"provenance": weights}), tmp_path)
     markdown = write_report(tmp_path).markdown.read_text(encoding="utf-8")
     assert "Careful: the records of Student, distilled are of different weights: layers of 1111111111111111" in markdown
-
-
-def test_speed_rows_show_where_they_are(tmp_path):
-    metric = Metric(value=123.0, standard_error=1.5, num=5)
-    for model in ("teacher", "student"):
-        record = lm_eval_record("sst2", model, tmp_path)
-        save_record(record.model_copy(update={"task": "speed", "metrics": {"tokens_per_second": metric}}), tmp_path)
-    markdown = write_report(tmp_path).markdown.read_text(encoding="utf-8")
-    assert "| speed: tokens_per_second (n = 5) | 123.000 ± 1.500 |" in markdown
-    assert "peed: not measured" not in markdown
 
 
 def test_empty_folder_and_damaged_record_are_errors(tmp_path):

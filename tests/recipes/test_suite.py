@@ -51,6 +51,27 @@ def test_a_named_text_stands_beside_the_others(run_dir, text_files):
     assert records["loss"].provenance.prompts_hash != records["loss-start"].provenance.prompts_hash
 
 
+def test_speed_has_a_record_for_every_model_of_the_call(run_dir):
+    settings = ["speed.lengths=[16,24]", "speed.new_tokens=2", "speed.repeats=3"]
+    done = evaluate(run_dir, "--tasks", "speed", *settings, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)["tasks"]["speed"]
+    names = {f"{phase}_ratio_{length}" for phase in ("prefill", "decode") for length in (16, 24)}
+    assert {model: set(metrics) for model, metrics in found.items()} == {
+        "teacher": set(),
+        "window_only": names,
+        "student": names,
+    }
+    assert all(metric["value"] > 0 for metric in found["student"].values())
+    assert {record.task for record in load_records(run_dir)} == {"speed"}
+
+
+def test_help_names_every_task_of_its_own():
+    text = " ".join(evaluate("--help").output.replace("│", " ").split())
+    for task in ("loss", "layers", "niah", "speed", "perplexity", "glue-finetune"):
+        assert task in text
+
+
 def test_one_task_that_fails_does_not_stop_the_others(run_dir, text_files):
     overrides = [f"loss.text=[{text_files['eval']}]", *SMALL]
     done = evaluate(run_dir, *overrides, "--tasks", "perplexity,no_such_task,layers", "--json")
@@ -77,7 +98,13 @@ def test_settings_from_a_file(tmp_path):
 
 @pytest.mark.parametrize(
     "override, told",
-    [("niah.sample=3", "did you mean 'samples'"), ("loss.tokens=0", "loss.tokens"), ("tasks=[]", "tasks")],
+    [
+        ("niah.sample=3", "did you mean 'samples'"),
+        ("speed.repeats=2", "speed.repeats"),
+        ("speed.repeat=9", "did you mean 'repeats'"),
+        ("loss.tokens=0", "loss.tokens"),
+        ("tasks=[]", "tasks"),
+    ],
 )
 def test_wrong_settings_name_their_path(override, told):
     with pytest.raises(ConfigError, match=told):

@@ -22,6 +22,8 @@ from subquad.eval.niah.stats import mean_and_error
 from subquad.eval.records import EvalRecord
 from subquad.eval.report.blocks import Cell, Mark
 from subquad.eval.results import CLEAR_ERRORS
+from subquad.eval.speed.run import CALL, REFERENCE
+from subquad.eval.speed.timings import TIMINGS
 
 # What a record calls settings but what names the model.
 _OF_THE_MODEL = ("checkpoint", "mode")
@@ -110,6 +112,8 @@ def metric_differences(first: EvalRecord, second: EvalRecord, folder: Path) -> d
     """
     if differing(conditions(first), conditions(second)):
         return {}
+    if is_speed(first) and is_speed(second):
+        return _speed_differences(first, second)
     found = {}
     for name, metric in first.metrics.items():
         other = second.metrics.get(name)
@@ -170,6 +174,19 @@ def _needle_differences(first: EvalRecord, second: EvalRecord) -> dict[str, Diff
     return found
 
 
+def _speed_differences(first: EvalRecord, second: EvalRecord) -> dict[str, Difference]:
+    """Return by how much the ratios to the teacher differ from its own, 1; nothing against another model.
+
+    The control is no measure of speed: it keeps a far part that it does not use.
+    """
+    if second.model != REFERENCE or first.details[CALL] != second.details[CALL]:
+        return {}
+    return {
+        name: Difference(metric.value - 1, metric.standard_error, metric.higher_is_better, paired=True)
+        for name, metric in first.metrics.items()
+    }
+
+
 def common_cells(records: Sequence[EvalRecord]) -> list[list[GridCell]]:
     """Return the cells of a needle grid that were measured for all of several models.
 
@@ -190,3 +207,8 @@ def common_cells(records: Sequence[EvalRecord]) -> list[list[GridCell]]:
 def is_needle(record: EvalRecord) -> bool:
     """Return whether it is a record of `run_niah`."""
     return "cells" in record.details
+
+
+def is_speed(record: EvalRecord) -> bool:
+    """Return whether it is a record of `run_speed`."""
+    return TIMINGS in record.details and CALL in record.details

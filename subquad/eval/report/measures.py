@@ -23,11 +23,14 @@ from subquad.eval.report.differences import (
     differing,
     format_number,
     is_needle,
+    is_speed,
 )
 from subquad.eval.results import CacheTable, LossName, PairedDifference, Results
+from subquad.eval.speed import Timing, timings_of
+from subquad.eval.speed.run import REFERENCE
+from subquad.eval.speed.timings import PHASES
 from subquad.eval.style import format_bytes
 
-SPEED_PREFIX = "speed"
 # the condition of an average that makes all others idle
 TASKS = "tasks"
 _CACHE_LENGTHS = (512, 2048, 8192, 32_768, 131_072)
@@ -82,7 +85,7 @@ def measures_of(run: RunData) -> list[Measure]:
     found += _glue(run, "", "zero-shot")
     found += _glue(run, FINETUNE_PREFIX, "fine-tuned")
     found += [row for task in _tasks(run, is_needle) for row in _needle(run, task)]
-    found += [row for task in run.by_task if task.startswith(SPEED_PREFIX) for row in metric_rows(run, task, None)]
+    found += [row for task in _tasks(run, is_speed) for row in _speed(run, task)]
     if run.results and run.results.cache_bytes:
         found += _cache(run.results.cache_bytes)
     return found
@@ -102,12 +105,11 @@ def missing_of(run: RunData) -> list[Missing]:
         ("needle in a haystack", "niah", any(map(is_needle, records))),
         ("GLUE, zero-shot", "glue", glue),
         ("GLUE, fine-tuned", "glue-finetune", any(record.task.startswith(FINETUNE_PREFIX) for record in records)),
+        ("speed", "speed", any(map(is_speed, records))),
     ]
     found = [Missing(what, f"subquad eval {folder} --tasks {task}") for what, task, there in checks if not there]
     if run.results is None or run.results.cache_bytes is None:
         found.append(Missing("memory while generating (a run measures it at its end)"))
-    if not any(record.task.startswith(SPEED_PREFIX) for record in records):
-        found.append(Missing("speed"))
     return found
 
 
@@ -311,6 +313,47 @@ def _share_cell(flags: Sequence[float]) -> Cell:
 def _mean_cell(values: Sequence[float]) -> Cell:
     value, error = mean_and_error(values)
     return Cell(format_number(value, error, 2), value)
+
+
+def _speed(run: RunData, task: str) -> list[Measure]:
+    """Return a row for each phase and length, as ratios to the teacher, whose own rate stands in the note."""
+    by_model = run.by_task[task]
+    timings = {model: {timing.metric_name: timing for timing in timings_of(r)} for model, r in by_model.items()}
+    every = {name: timing for found in timings.values() for name, timing in found.items()}
+    longest = max((timing.length for timing in every.values()), default=0)
+    at = {model: conditions(record) for model, record in by_model.items()}
+    rows = []
+    for timing in sorted(every.values(), key=lambda timing: (PHASES.index(timing.phase), timing.length)):
+        name = timing.metric_name
+        metrics = {model: record.metrics[name] for model, record in by_model.items() if name in record.metrics}
+        if not metrics:
+            continue
+        values = {model: metric_cell(metric, 2) for model, metric in metrics.items()}
+        theirs = timings.get(REFERENCE, {}).get(name)
+        values |= {} if theirs is None else {REFERENCE: Cell("1", 1.0)}
+        label = f"{timing.phase.capitalize()} speed at {timing.length:,} tokens"
+        told = f"{timing.phase} speed at {timing.length:,} tokens" if timing.length == longest else ""
+        record = next(iter(by_model.values()))
+        note = _speed_note(record, max(metric.num for metric in metrics.values()), theirs)
+        rows.append(Measure(label, values, note, _speed_cost(run, task, name), told=told, conditions=at))
+    return rows
+
+
+def _speed_note(record: EvalRecord, num_rounds: int, teacher: Timing | None) -> str:
+    where = f"{record.settings.get('device')} (threads: {record.settings.get('num_threads')})"
+    note = f"times the teacher's, median of {num_rounds} rounds; {where}"
+    if teacher is None:
+        return note
+    # Two digits: a scale for the ratios, no figure to compare with that of another call.
+    rounded = float(f"{teacher.tokens_per_second:.2g}")
+    return f"{note}; teacher: about {rounded:,.{0 if rounded >= 10 else 1}f} tokens/s"
+
+
+def _speed_cost(run: RunData, task: str, name: str) -> Cell | None:
+    difference = run.costs[task].get(name)
+    if difference is None:
+        return None
+    return Cell(f"{difference.value + 1:.2f}× as fast", difference.value, difference.mark)
 
 
 def _cache(table: CacheTable) -> list[Measure]:

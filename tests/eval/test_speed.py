@@ -14,6 +14,7 @@ from subquad.errors import ConfigError, OutputError, TrainingError
 from subquad.eval.contestants import Contestant
 from subquad.eval.records import load_record, record_path, save_record
 from subquad.eval.report import load_run, measures_of, write_report
+from subquad.eval.report.blocks import Cell
 from subquad.eval.report.differences import metric_differences
 from subquad.eval.speed import SpeedSettings, Timing, run_speed, timings_of
 from subquad.eval.speed.timings import median_error
@@ -178,8 +179,7 @@ def test_records_are_whole_and_say_where_they_hold(make, tmp_path):
     notes = {record.model: " ".join(record.notes) for record in records}
     assert "so it has none of its own" in notes["teacher"]
     assert "bootstrap" in notes["student"]
-    assert "without using it" not in notes["student"]
-    assert "without using it" in notes["window_only"]
+    assert "bootstrap" not in notes["teacher"]
 
 
 def test_equal_settings_are_not_measured_again_and_others_are(make, tmp_path):
@@ -310,33 +310,36 @@ def test_the_report_shows_ratios_and_what_they_cost(make, tmp_path):
         "window_only": "1.50 ± 0.00",
         "student": "0.50 ± 0.00",
     }
-    assert (row.cost.text, row.cost.mark, row.gain) == ("0.50× as fast", "worse", None)
+    assert (row.cost.text, row.cost.mark, row.gain) == ("0.50× as fast", "worse", Cell("0.33× as fast", 1 / 3, "worse"))
     assert "median of 3 rounds" in row.note
     assert "teacher: about 0.2 tokens/s" in row.note
     markdown = write_report(tmp_path).markdown.read_text(encoding="utf-8")
     assert "decode speed at 24 tokens 0.50× as fast (worse)" in markdown
     assert "decode speed at 8 tokens" not in markdown
-    assert (
-        "| speed | decode_ratio_24 | 3 | – | – | 1.500 ± 0.000 | 0.500 ± 0.000 | -0.500 ± 0.000 *worse* | – |"
-        in markdown
-    )
+    numbers = "– | 1.500 ± 0.000 | 0.500 ± 0.000 | -0.500 ± 0.000 *worse* | -1.000 ± 0.000 *worse* |"
+    assert f"| speed | decode_ratio_24 | 3 | – | {numbers}" in markdown
     assert "peed: not measured" not in markdown
 
 
 def test_a_ratio_near_one_is_a_tie(make, tmp_path):
     clock = FakeClock(COSTS | {"student": 6.1})
     record = run(make(clock), tmp_path, clock)[2]
-    noisy = {name: metric.model_copy(update={"standard_error": 0.02}) for name, metric in record.metrics.items()}
-    save_record(record.model_copy(update={"metrics": noisy}), tmp_path)
+    noisy = [timing.model_copy(update={"ratios": (0.9, 0.98, 1.1)}) for timing in timings_of(record)]
+    details = record.details | {"timings": [timing.to_dict() for timing in noisy]}
+    metrics = {timing.metric_name: timing.metric() for timing in noisy}
+    save_record(record.model_copy(update={"metrics": metrics, "details": details}), tmp_path)
     row = next(iter(measures_of(load_run(tmp_path))))
     assert (row.cost.text, row.cost.mark) == ("0.98× as fast", "tie")
+    # The control is 1.5 times as fast as the teacher in each of these rounds.
+    assert (row.gain.text, row.gain.mark) == ("0.65× as fast", "worse")
 
 
 def test_records_of_two_calls_are_not_compared(make, tmp_path):
     clock = FakeClock()
     found = by_model(run(make(clock), tmp_path, clock))
     assert metric_differences(found["student"], found["teacher"], tmp_path)
-    assert metric_differences(found["student"], found["window_only"], tmp_path) == {}
+    difference = metric_differences(found["student"], found["window_only"], tmp_path)["decode_ratio_8"]
+    assert (difference.value, difference.standard_error, difference.paired) == (1.5, 0.0, True)
     stale = found["teacher"].model_copy(update={"details": found["teacher"].details | {"call": "another"}})
     assert metric_differences(found["student"], stale, tmp_path) == {}
 

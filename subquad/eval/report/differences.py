@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from subquad.errors import ConfigError, OutputError
@@ -22,8 +23,8 @@ from subquad.eval.niah.stats import mean_and_error
 from subquad.eval.records import EvalRecord
 from subquad.eval.report.blocks import Cell, Mark
 from subquad.eval.results import CLEAR_ERRORS
-from subquad.eval.speed.run import CALL, REFERENCE
-from subquad.eval.speed.timings import TIMINGS
+from subquad.eval.speed.run import CALL
+from subquad.eval.speed.timings import TIMINGS, median_error, timings_of
 
 # What a record calls settings but what names the model.
 _OF_THE_MODEL = ("checkpoint", "mode")
@@ -175,16 +176,19 @@ def _needle_differences(first: EvalRecord, second: EvalRecord) -> dict[str, Diff
 
 
 def _speed_differences(first: EvalRecord, second: EvalRecord) -> dict[str, Difference]:
-    """Return by how much the ratios to the teacher differ from its own, 1; nothing against another model.
-
-    The control is no measure of speed: it keeps a far part that it does not use.
-    """
-    if second.model != REFERENCE or first.details[CALL] != second.details[CALL]:
+    """Return by how much two ratios to the teacher differ, round by round; the teacher's own is 1."""
+    if first.details[CALL] != second.details[CALL]:
         return {}
-    return {
-        name: Difference(metric.value - 1, metric.standard_error, metric.higher_is_better, paired=True)
-        for name, metric in first.metrics.items()
-    }
+    theirs = {timing.metric_name: timing.ratios for timing in timings_of(second)}
+    found = {}
+    for timing in timings_of(first):
+        name = timing.metric_name
+        if not timing.ratios or name not in theirs:
+            continue
+        others = theirs[name] or (1.0,) * len(timing.ratios)
+        values = [mine - other for mine, other in zip(timing.ratios, others, strict=True)]
+        found[name] = Difference(median(values), median_error(values), True, paired=True)
+    return found
 
 
 def common_cells(records: Sequence[EvalRecord]) -> list[list[GridCell]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from subquad.eval.finetune.run import TASK_PREFIX as FINETUNE_PREFIX
@@ -25,46 +24,15 @@ from subquad.eval.report.differences import (
     is_needle,
     is_speed,
 )
+from subquad.eval.report.rows import Measure, metric_cell
+from subquad.eval.report.speed import speed_rows
 from subquad.eval.results import CacheTable, LossName, PairedDifference, Results
-from subquad.eval.speed import Timing, timings_of
-from subquad.eval.speed.run import REFERENCE
-from subquad.eval.speed.timings import PHASES
 from subquad.eval.style import format_bytes
 
 # the condition of an average that makes all others idle
 TASKS = "tasks"
 _CACHE_LENGTHS = (512, 2048, 8192, 32_768, 131_072)
 _MOST_CACHE_ROWS = 4
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A row of the summary.
-
-    Attributes:
-        label: What it is.
-        values: A cell per model.
-        note: On what it was measured.
-        cost: Student minus teacher.
-        gain: Student minus the window-only control.
-        told: What the sentences above the table call it; empty where they leave it out.
-        task: The task, where the label does not say it.
-        conditions: What must be equal to compare models and runs, by model.
-    """
-
-    label: str
-    values: dict[str, Cell]
-    note: str = ""
-    cost: Cell | None = None
-    gain: Cell | None = None
-    told: str = ""
-    task: str = ""
-    conditions: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """The label with the task: what tells it from the other rows."""
-        return f"{self.label} ({self.task})" if self.task else self.label
 
 
 def measures_of(run: RunData) -> list[Measure]:
@@ -85,7 +53,7 @@ def measures_of(run: RunData) -> list[Measure]:
     found += _glue(run, "", "zero-shot")
     found += _glue(run, FINETUNE_PREFIX, "fine-tuned")
     found += [row for task in _tasks(run, is_needle) for row in _needle(run, task)]
-    found += [row for task in _tasks(run, is_speed) for row in _speed(run, task)]
+    found += [row for task in _tasks(run, is_speed) for row in speed_rows(run, task)]
     if run.results and run.results.cache_bytes:
         found += _cache(run.results.cache_bytes)
     return found
@@ -190,11 +158,6 @@ def metric_rows(run: RunData, task: str, names: Sequence[str] | None) -> list[Me
             )
         )
     return rows
-
-
-def metric_cell(metric: Metric, decimals: int) -> Cell:
-    """Return a metric with its standard error as a cell."""
-    return Cell(format_number(metric.value, metric.standard_error, decimals), metric.value)
 
 
 def _cost_and_gain(run: RunData, task: str, metric: str, decimals: int) -> tuple[Cell | None, Cell | None]:
@@ -313,47 +276,6 @@ def _share_cell(flags: Sequence[float]) -> Cell:
 def _mean_cell(values: Sequence[float]) -> Cell:
     value, error = mean_and_error(values)
     return Cell(format_number(value, error, 2), value)
-
-
-def _speed(run: RunData, task: str) -> list[Measure]:
-    """Return a row for each phase and length, as ratios to the teacher, whose own rate stands in the note."""
-    by_model = run.by_task[task]
-    timings = {model: {timing.metric_name: timing for timing in timings_of(r)} for model, r in by_model.items()}
-    every = {name: timing for found in timings.values() for name, timing in found.items()}
-    longest = max((timing.length for timing in every.values()), default=0)
-    at = {model: conditions(record) for model, record in by_model.items()}
-    rows = []
-    for timing in sorted(every.values(), key=lambda timing: (PHASES.index(timing.phase), timing.length)):
-        name = timing.metric_name
-        metrics = {model: record.metrics[name] for model, record in by_model.items() if name in record.metrics}
-        if not metrics:
-            continue
-        values = {model: metric_cell(metric, 2) for model, metric in metrics.items()}
-        theirs = timings.get(REFERENCE, {}).get(name)
-        values |= {} if theirs is None else {REFERENCE: Cell("1", 1.0)}
-        label = f"{timing.phase.capitalize()} speed at {timing.length:,} tokens"
-        told = f"{timing.phase} speed at {timing.length:,} tokens" if timing.length == longest else ""
-        record = next(iter(by_model.values()))
-        note = _speed_note(record, max(metric.num for metric in metrics.values()), theirs)
-        rows.append(Measure(label, values, note, _speed_cost(run, task, name), told=told, conditions=at))
-    return rows
-
-
-def _speed_note(record: EvalRecord, num_rounds: int, teacher: Timing | None) -> str:
-    where = f"{record.settings.get('device')} (threads: {record.settings.get('num_threads')})"
-    note = f"times the teacher's, median of {num_rounds} rounds; {where}"
-    if teacher is None:
-        return note
-    # Two digits: a scale for the ratios, no figure to compare with that of another call.
-    rounded = float(f"{teacher.tokens_per_second:.2g}")
-    return f"{note}; teacher: about {rounded:,.{0 if rounded >= 10 else 1}f} tokens/s"
-
-
-def _speed_cost(run: RunData, task: str, name: str) -> Cell | None:
-    difference = run.costs[task].get(name)
-    if difference is None:
-        return None
-    return Cell(f"{difference.value + 1:.2f}× as fast", difference.value, difference.mark)
 
 
 def _cache(table: CacheTable) -> list[Measure]:

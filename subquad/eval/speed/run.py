@@ -25,10 +25,6 @@ _ABSOLUTE = (
     "The others' speeds are ratios to this model, so it has none of its own. Tokens per second stand in "
     "details.timings; they are those of this machine, as busy as it was."
 )
-_CONTROL = (
-    "Beside its window this control keeps the state of the far part on its cache, without using it: a model that only "
-    "had a window would be faster."
-)
 
 
 def run_speed(
@@ -167,13 +163,13 @@ class _Call(NamedTuple):
         )
 
     def _notes(self, contestant: Contestant) -> list[str]:
-        how = (
+        if contestant is self.teacher:
+            return [_ABSOLUTE]
+        return [
             "Ratios of speed: the teacher's time over the model's, round by round in turns; the value is the median "
             f"over {self.settings.repeats} rounds and its standard error a bootstrap over them. They hold for "
             f"{self.chosen['device']} (threads: {self.chosen['num_threads']})."
-        )
-        found = [_ABSOLUTE if contestant is self.teacher else how]
-        return [*found, _CONTROL] if contestant.mode in ("window_only", "student_without_far") else found
+        ]
 
     def _context_notes(self, contestant: Contestant) -> list[str]:
         """Say which lengths the teacher has no room for, then which of the others the model has none for."""

@@ -95,10 +95,11 @@ def _global_options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    from rich.console import Console
     from rich.logging import RichHandler
 
-    handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False)
+    from subquad.console import open_console
+
+    handler = RichHandler(console=open_console(stderr=True), show_path=False, show_time=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
     logger.setLevel(logging.DEBUG if debug else logging.INFO)
 
@@ -148,8 +149,7 @@ def plan(recipe: RecipeArgument, overrides: OverridesArgument = None, as_json: J
 
         subquad plan demo --json
     """
-    from rich.console import Console
-
+    from subquad.console import open_console
     from subquad.convert.plan import render_plan
     from subquad.recipes.actions import plan_recipe
     from subquad.recipes.loader import load_recipe
@@ -158,7 +158,7 @@ def plan(recipe: RecipeArgument, overrides: OverridesArgument = None, as_json: J
     if as_json:
         typer.echo(json.dumps(planned.to_dict(), indent=2))
     else:
-        Console().print(render_plan(planned))
+        open_console().print(render_plan(planned))
 
 
 @app.command()
@@ -248,7 +248,7 @@ def evaluate(
 
         subquad eval runs/demo --tasks glue,glue-finetune --data-dir data/glue --against other/student
     """
-    from rich.console import Console
+    from subquad.console import open_console
 
     if tasks is None and config is None:
         from subquad.recipes.actions import evaluate_checkpoint
@@ -259,7 +259,7 @@ def evaluate(
         if as_json:
             typer.echo(json.dumps(measured.to_dict(), indent=2))
         else:
-            Console().print(measured.table())
+            open_console().print(measured.table())
         return
     from subquad.recipes.suite import evaluate_suite, render_suite
 
@@ -282,7 +282,7 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
-        Console().print(render_suite(result))
+        open_console().print(render_suite(result))
     if result.failures:
         raise typer.Exit(1)
 
@@ -369,15 +369,14 @@ def doctor(
 
         subquad doctor --json > doctor.json
     """
-    from rich.console import Console
-
+    from subquad.console import open_console
     from subquad.doctor import diagnose, render_diagnosis
 
     diagnosis = diagnose(device, seconds)
     if as_json:
         typer.echo(json.dumps(diagnosis.to_dict(), indent=2))
     else:
-        Console().print(render_diagnosis(diagnosis))
+        open_console().print(render_diagnosis(diagnosis))
     if not diagnosis.ok:
         raise typer.Exit(1)
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from subquad.console import open_console
 from subquad.eval.plots import crossover_sentence
 from subquad.eval.report import (
     LOSS_HEAD,
@@ -34,7 +35,7 @@ def print_summary(results: Results, report_path: Path, console: Console | None =
         report_path: The report to point to.
         console: Where to print; None is standard output.
     """
-    console = console or Console()
+    console = console or open_console()
     console.print(_table("Held-out loss", LOSS_HEAD, loss_table(results)))
     if results.cache_bytes is not None:
         console.print(_table("Memory while generating", MEMORY_HEAD, memory_table(results.cache_bytes)))
@@ -58,7 +59,7 @@ def print_report(run: RunData, report_path: Path, console: Console | None = None
     if run.results is not None and not run.records:
         print_summary(run.results, report_path, console)
         return
-    console = console or Console()
+    console = console or open_console()
     console.print(_report_table("Cost and gain", summary_table(measures_of(run))))
     _print_end(judge(run.results) if run.results else judge_records(run.records), report_path, console)
 
@@ -71,7 +72,7 @@ def print_comparison(runs: Sequence[RunData], report_path: Path, console: Consol
         report_path: The page to point to.
         console: Where to print; None is standard output.
     """
-    console = console or Console()
+    console = console or open_console()
     comparison = compose_comparison(runs)
     console.print(_report_table("Runs side by side", comparison.summary))
     console.print(Text("\n".join(comparison.points)))

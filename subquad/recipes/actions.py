@@ -8,9 +8,9 @@ from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset
-from rich.console import Console
 from rich.table import Table
 
+from subquad.console import open_console
 from subquad.convert.plan import ConversionPlan, plan_conversion
 from subquad.convert.source import inspect_source
 from subquad.distill import TextSource, build_token_dataset
@@ -113,7 +113,7 @@ def evaluate_checkpoint(source: str, paths: Sequence[str], *, tokens: int, seq_l
         modes["far part off"] = "student_without_far"
     losses = {}
     for name, mode in modes.items():
-        with progress_bar(f"loss, {name}", Console(stderr=True)) as advance:
+        with progress_bar(f"loss, {name}", open_console(stderr=True)) as advance:
             losses[name] = evaluate_loss(checkpoint.model, rows, mode=mode, progress=advance)
     return Measurement(source, text.describe(), losses)
 

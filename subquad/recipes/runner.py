@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from filelock import FileLock, Timeout
-from rich.console import Console
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
+from subquad.console import open_console
 from subquad.convert.export import export_student
 from subquad.errors import ConfigError, OutputError
 from subquad.eval.results import Results
@@ -122,7 +122,7 @@ def _refuse_run_files(directory: Path) -> None:
 
 def _open_workshop(recipe: Recipe, command: str | None) -> Workshop:
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=_PROCESS_TIMEOUT)
-    console = Console(quiet=not state.is_main_process)
+    console = open_console(quiet=not state.is_main_process)
     if not console.is_terminal:
         # the bars of transformers would fill a log file with carriage returns
         disable_progress_bar()

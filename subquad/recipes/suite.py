@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from subquad.console import open_console
 from subquad.distill import TextSource, build_token_dataset
 from subquad.errors import ConfigError, SubquadError
 from subquad.eval.contestants import Contestant
@@ -95,7 +96,7 @@ def evaluate_suite(
     if folder is None:
         raise ConfigError(f"{source} lies in no run, so there is no place for the results; give one with --output")
     contestants = load_contestants(source, teacher=teacher, others=others)
-    return run_suite(contestants, settings, folder, command=command, console=Console(stderr=True))
+    return run_suite(contestants, settings, folder, command=command, console=open_console(stderr=True))
 
 
 def render_suite(result: SuiteResult) -> Table:

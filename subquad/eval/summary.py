@@ -22,6 +22,7 @@ from subquad.eval.report import (
     memory_table,
     summary_table,
 )
+from subquad.eval.report.blocks import Cell
 from subquad.eval.report.blocks import Table as ReportTable
 from subquad.eval.results import LOSS_LABELS, Results
 from subquad.eval.verdict import Verdict, judge, judge_records
@@ -80,13 +81,17 @@ def print_comparison(runs: Sequence[RunData], report_path: Path, console: Consol
 
 
 def _report_table(title: str, table: ReportTable) -> Table:
-    rows = [[f"{cell.text} {cell.word}".rstrip() for cell in row] for row in table.rows]
     found = Table(title=title, title_justify="left")
     for index, name in enumerate(table.head):
         found.add_column(name, justify="left" if index == 0 else "right", overflow="fold", min_width=9)
-    for row in rows:
-        found.add_row(*(Text(cell) for cell in row))
+    for row in table.rows:
+        found.add_row(*map(_cell_text, row))
     return found
+
+
+def _cell_text(cell: Cell) -> Text:
+    note = f"\n{cell.note}" if cell.note else ""
+    return Text.assemble(f"{cell.text} {cell.word}".rstrip(), (note, "dim"))
 
 
 def _print_end(verdict: Verdict | None, report_path: Path, console: Console) -> None:

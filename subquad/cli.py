@@ -231,7 +231,7 @@ def evaluate(
         typer.Option("--data-dir", help="Folder with the files of GLUE and other tasks."),
     ] = None,
     teacher: Annotated[str | None, typer.Option("--teacher", help="The teacher; default: the run's.")] = None,
-    against: Annotated[list[str] | None, typer.Option("--against", help="Another checkpoint to measure too.")] = None,
+    against: Annotated[list[str] | None, typer.Option("--against", help="Another checkpoint or run to measure too, as PATH or NAME=PATH.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the records.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -246,7 +246,7 @@ def evaluate(
 
         subquad eval runs/demo --tasks loss,niah,glue lm_eval.limit=200 niah.lengths=[256,1024]
 
-        subquad eval runs/demo --tasks glue,glue-finetune --data-dir data/glue --against other/student
+        subquad eval runs/demo --tasks glue,glue-finetune --data-dir data/glue --against other=runs/other
     """
     from subquad.console import open_console
 
@@ -264,8 +264,13 @@ def evaluate(
     from subquad.recipes.suite import evaluate_suite, render_suite
 
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    if tasks is not None and not names:
+        raise ConfigError("--tasks names no task; give some, such as loss,niah, or leave it out")
     given = {"text": text, "tokens": tokens, "seq_len": seq_len}
     chosen = [f"loss.{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
+    twice = {pair.partition("=")[0] for pair in chosen} & {pair.partition("=")[0] for pair in overrides or ()}
+    if twice:
+        raise ConfigError(f"{', '.join(sorted(twice))} is given twice, as an option and as KEY=VALUE; keep one")
     if data_dir is not None:
         chosen += [f"lm_eval.data_dirs={json.dumps([data_dir])}", f"finetune.data_dir={json.dumps(data_dir)}"]
     with _long_run():
@@ -283,6 +288,9 @@ def evaluate(
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
         open_console().print(render_suite(result))
+        for task, reason in result.unmeasured().items():
+            if task not in result.failures:
+                typer.echo(f"{task} was not measured: {reason}", err=True)
     if result.failures:
         raise typer.Exit(1)
 

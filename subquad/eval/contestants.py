@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from subquad.eval.fingerprint import fingerprint
 from subquad.eval.modes import EvalMode, evaluation_mode
 from subquad.eval.records import EvalRecord, Provenance, load_record, record_path
 from subquad.eval.storage import collect_versions, git_commit
@@ -50,14 +50,8 @@ class Contestant:
 
     @cached_property
     def weights(self) -> str:
-        """Fingerprint of the weights: a checkpoint that is trained again under the same name is another one."""
-        digest = hashlib.sha256()
-        for name, parameter in self.model.named_parameters():
-            values = parameter.detach().double()
-            # Rounded: the last digits of a sum depend on the number of threads.
-            sums = f"{values.sum().item():.6e} {values.square().sum().item():.6e}"
-            digest.update(f"{name} {tuple(values.shape)} {sums}\n".encode())
-        return digest.hexdigest()[:16]
+        """Fingerprint of config and weights: a checkpoint made anew under the same name is another one."""
+        return fingerprint(self.model, teacher=self.mode == "teacher")
 
     def finished_record(self, folder: Path, task: str, settings: Mapping[str, Any]) -> EvalRecord | None:
         """Return the record of a task that was measured on these weights with equal settings before, or None."""

@@ -13,6 +13,8 @@ from subquad.convert.atomic import atomic_file
 from subquad.errors import OutputError
 
 RECORDS_FOLDER = "evals"
+# Names become folders and files.
+SAFE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -87,8 +89,8 @@ class EvalRecord(_Frozen):
     """
 
     schema_version: Literal[1] = 1
-    task: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-    model: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    task: Annotated[str, Field(pattern=SAFE_NAME)]
+    model: Annotated[str, Field(pattern=SAFE_NAME)]
     metrics: dict[str, Metric]
     baselines: dict[str, Finite] = {}
     settings: dict[str, Any]

@@ -34,6 +34,8 @@ def check_recipe_against(recipe: Recipe, hf_config: PretrainedConfig) -> None:
     """
     problems = _length_problems(recipe, hf_config.max_position_embeddings)
     problems += _missing_files(recipe) + _shared_files(recipe)
+    if recipe.eval.suite is not None:
+        problems += [f"eval.suite.{problem}" for problem in recipe.eval.suite.problems()]
     try:
         plan = plan_conversion(hf_config, recipe.convert.mixer, recipe.convert.layers)
     except ConfigError as error:
@@ -62,8 +64,6 @@ def _missing_files(recipe: Recipe) -> list[str]:
         for part, source in (("train", recipe.data.train), ("eval", recipe.data.eval))
         if isinstance(source, TextFiles)
     }
-    if recipe.eval.suite is not None:
-        named |= {f"eval.suite.{key}": patterns for key, patterns in recipe.eval.suite.named_files().items()}
     return [
         f"{key}: no file matches {pattern!r}; give paths relative to the current folder"
         for key, patterns in named.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from subquad.convert.surgery import apply_plan
 from subquad.errors import ConfigError, DataError, OutputError
 from subquad.eval.contestants import Contestant
 from subquad.eval.modes import EvalMode
+from subquad.eval.records import SAFE_NAME
 from subquad.layers import converted_layers, resolve_mixer
 from subquad.models import SubquadLlamaConfig
 from subquad.recipes.checkpoint import Checkpoint, load_checkpoint
@@ -37,7 +39,8 @@ def load_contestants(
     Args:
         source: A run's folder, a converted checkpoint, or a checkpoint that has not been converted.
         teacher: The teacher; None takes the one of the run the checkpoint lies in.
-        others: Further checkpoints, converted or not, named by their last path component.
+        others: Further checkpoints or runs, converted or not, as `NAME=PATH`, or `PATH` alone: then a run's student is
+            named by the run's folder, anything else by its last path component.
         dtype: Data type of the weights.
 
     Returns:
@@ -50,9 +53,7 @@ def load_contestants(
         DataError: One of them has no tokenizer.
         OutputError: No teacher is given, and the checkpoint lies in no run.
     """
-    folder = Path(source)
-    if run_folder_of(source) == folder and (folder / "student").is_dir():
-        folder = folder / "student"
+    folder = _student_of(source)
     loaded = load_checkpoint(str(folder) if folder.is_dir() else source, dtype)
     found = []
     if loaded.converted:
@@ -60,13 +61,41 @@ def load_contestants(
         found.append(_contestant("student", str(folder), loaded))
     else:
         found.append(_contestant("teacher", source, loaded))
-    for other in others:
-        found.append(_contestant(Path(other).name, other, load_checkpoint(other, dtype)))
-    names = [contestant.name for contestant in found]
+    named = [_named(other) for other in others]
+    names = [contestant.name for contestant in found] + [name for name, _ in named]
     double = sorted({name for name in names if names.count(name) > 1})
     if double:
-        raise ConfigError(f"two of the models are called {', '.join(double)}; rename one of the folders")
-    return found
+        raise ConfigError(
+            f"two of the models are called {', '.join(double)}; give one another name: --against NAME=PATH"
+        )
+    return found + [_contestant(name, path, load_checkpoint(path, dtype)) for name, path in named]
+
+
+def _student_of(source: str) -> Path:
+    """Return the student's folder of a run; any other path as it is."""
+    folder = Path(source)
+    student = folder / "student"
+    return student if run_folder_of(source) == folder and student.is_dir() else folder
+
+
+def _named(other: str) -> tuple[str, str]:
+    """Return the name and the path of a further checkpoint."""
+    name, equals, path = other.partition("=")
+    if not equals or Path(other).exists():
+        name, path = "", other
+    run_folder = run_folder_of(path)
+    folder = _student_of(path)
+    if not name:
+        of_run = run_folder is not None and folder.resolve() == (run_folder / "student").resolve()
+        name = (run_folder if of_run and run_folder is not None else folder).resolve().name
+        # Names become files, so what a file's name had better not hold is replaced.
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).lstrip("-._")
+    if not re.fullmatch(SAFE_NAME, name):
+        raise ConfigError(
+            f"{name!r} cannot be the name of a model: letters, digits, dots, dashes and underscores, the first a "
+            f"letter or digit; give one: --against NAME={path}"
+        )
+    return name, str(folder) if folder.is_dir() else path
 
 
 def run_folder_of(source: str) -> Path | None:

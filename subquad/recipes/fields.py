@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def _whole_number(value: object) -> object:
@@ -19,7 +20,14 @@ def _whole_number(value: object) -> object:
     return value
 
 
+def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
+    if any(low >= high for low, high in itertools.pairwise(values)):
+        raise ValueError("must be ascending without repeats")
+    return values
+
+
 Count = Annotated[int, BeforeValidator(_whole_number), Field(ge=1)]
+Ascending = Annotated[tuple[Count, ...], AfterValidator(_ascending)]
 RowLength = Annotated[int, BeforeValidator(_whole_number), Field(ge=8)]
 CountOrZero = Annotated[int, BeforeValidator(_whole_number), Field(ge=0)]
 LearningRate = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]

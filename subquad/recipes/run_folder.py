@@ -74,6 +74,8 @@ class RunFolder:
     def claim(self, recipe: Recipe, *, fresh: bool = False) -> None:
         """Make the folder this recipe's: a new one, or the one in which the same recipe was started before.
 
+        Other tasks in `eval.suite` are taken over: they are measured when the run goes on, on what it has trained.
+
         Args:
             recipe: the recipe; where the run goes may differ from the recorded one, everything else may not.
             fresh: remove an earlier run's files first, whatever its recipe.
@@ -89,7 +91,11 @@ class RunFolder:
         except OSError as error:
             raise OutputError(f"{self.path} cannot be used as the folder of a run: {error}") from error
         if recipe_file.exists():
-            self._refuse_other_recipe(recipe, recipe_file)
+            recorded = self._recorded_recipe(recipe, recipe_file)
+            if recorded.eval.suite != recipe.eval.suite:
+                for stage in STAGES[STAGES.index("suite") :]:
+                    (self.stages_dir / f"{stage}.json").unlink(missing_ok=True)
+                atomic_file(recipe_file, recipe_to_yaml(recipe).encode())
         elif occupied:
             raise OutputError(
                 f"{self.path} holds files that are not a run's, and is left as it is. "
@@ -166,7 +172,8 @@ class RunFolder:
             else:
                 path.unlink(missing_ok=True)
 
-    def _refuse_other_recipe(self, recipe: Recipe, recipe_file: Path) -> None:
+    def _recorded_recipe(self, recipe: Recipe, recipe_file: Path) -> Recipe:
+        """Return the recipe of the earlier run, which must be the same one."""
         fix = "Name another folder (output_dir=FOLDER), or remove the earlier run with --fresh."
         try:
             recorded = load_recipe(recipe_file)
@@ -178,10 +185,13 @@ class RunFolder:
         if differences:
             listed = "\n".join(f"  {line}" for line in differences)
             raise OutputError(f"{self.path} holds a run of another recipe:\n{listed}\n{fix}")
+        return recorded
 
 
 def recipe_differences(recorded: Recipe, wanted: Recipe) -> list[str]:
-    """Return what differs between two recipes, one line per key; where the run goes does not count.
+    """Return what differs between two recipes, one line per key.
+
+    Where the run goes does not count, nor do the tasks measured at its end: `claim` sees to those.
 
     Args:
         recorded: the recipe of an earlier run.
@@ -190,7 +200,8 @@ def recipe_differences(recorded: Recipe, wanted: Recipe) -> list[str]:
     Returns:
         Lines `path: old value there, new value here`.
     """
-    old, new = (recipe.model_dump(mode="json", exclude={"output_dir"}) for recipe in (recorded, wanted))
+    left_out = {"output_dir": True, "eval": {"suite"}}
+    old, new = (recipe.model_dump(mode="json", exclude=left_out) for recipe in (recorded, wanted))
     return list(_differences(old, new, ""))
 
 

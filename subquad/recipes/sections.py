@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -11,7 +10,7 @@ from subquad.distill.config import Stage1Config, Stage2Config, StageConfig
 from subquad.errors import ConfigError
 from subquad.layers.config import MixerConfig
 from subquad.layers.presets import resolve_mixer
-from subquad.recipes.fields import Count, CountOrZero, LearningRate, RowLength, Section, Weight
+from subquad.recipes.fields import Ascending, Count, CountOrZero, LearningRate, RowLength, Section, Weight
 from subquad.recipes.problems import describe_unknown_key
 from subquad.recipes.suite_settings import SuiteSettings
 
@@ -312,19 +311,8 @@ class EvalSection(Section):
     tokens: Count = 16_384
     seq_len: RowLength | None = None
     batch_size: Count = 4
-    position_buckets: tuple[Count, ...] | None = None
-    memory_lengths: Annotated[tuple[Count, ...], Field(min_length=1)] = (256, 1024, 4096, 16_384, 65_536)
+    position_buckets: Ascending | None = None
+    memory_lengths: Annotated[Ascending, Field(min_length=1)] = (256, 1024, 4096, 16_384, 65_536)
     generate_prompt: Annotated[str, Field(min_length=1)] = "The state of the Union is"
     generate_tokens: CountOrZero = 40
     suite: SuiteSettings | None = None
-
-    @model_validator(mode="after")
-    def _check_order(self) -> EvalSection:
-        problems = []
-        for name in ("position_buckets", "memory_lengths"):
-            values = getattr(self, name) or ()
-            if any(low >= high for low, high in itertools.pairwise(values)):
-                problems.append(f"{name} must be ascending without repeats, got {list(values)}")
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self

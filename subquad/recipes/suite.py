@@ -15,7 +15,7 @@ from rich.table import Table
 
 from subquad.console import open_console
 from subquad.distill import TextSource, build_token_dataset
-from subquad.errors import ConfigError, SubquadError
+from subquad.errors import ConfigError, OutputError, SubquadError
 from subquad.eval.contestants import Contestant
 from subquad.eval.finetune import run_glue_finetune
 from subquad.eval.harness import LmEvalSettings, run_lm_eval
@@ -43,12 +43,19 @@ class SuiteResult:
     Attributes:
         folder: Where the records lie.
         records: What was measured, or had been before with equal settings.
-        failures: Task to message, for tasks that could not be measured; the others are complete.
+        failures: Task to message, for tasks of which nothing could be measured; the others are complete.
     """
 
     folder: Path
     records: list[EvalRecord]
     failures: dict[str, str]
+
+    def unmeasured(self) -> dict[str, str]:
+        """Return the tasks without a figure that came with others (such as one of GLUE's), and why."""
+        by_task: dict[str, list[EvalRecord]] = {}
+        for record in self.records:
+            by_task.setdefault(record.task, []).append(record)
+        return {task: _reason(found) for task, found in by_task.items() if not _has_figures(found)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain values for JSON: task, model, metric."""
@@ -56,7 +63,22 @@ class SuiteResult:
         for record in self.records:
             metrics = {name: metric.model_dump() for name, metric in record.metrics.items()}
             found.setdefault(record.task, {})[record.model] = metrics
-        return {"folder": str(self.folder), "tasks": found, "failures": self.failures}
+        return {
+            "folder": str(self.folder),
+            "tasks": found,
+            "failures": self.failures,
+            "not_measured": self.unmeasured(),
+        }
+
+
+def _has_figures(records: Sequence[EvalRecord]) -> bool:
+    return any(record.metrics for record in records)
+
+
+def _reason(records: Sequence[EvalRecord]) -> str:
+    """Return the notes of records without a figure."""
+    notes = dict.fromkeys(note for record in records for note in record.notes)
+    return " ".join(notes) or "no model here can be measured by it (layers: only converted ones)"
 
 
 def evaluate_suite(
@@ -92,11 +114,27 @@ def evaluate_suite(
         OutputError: no teacher is given, and the checkpoint lies in no run.
     """
     settings = load_suite(config, tasks, overrides)
-    folder = output or run_folder_of(source)
-    if folder is None:
-        raise ConfigError(f"{source} lies in no run, so there is no place for the results; give one with --output")
+    folder = _place(source, output)
+    problems = settings.problems()
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise ConfigError(f"the evaluation cannot start:\n{listed}")
     contestants = load_contestants(source, teacher=teacher, others=others)
     return run_suite(contestants, settings, folder, command=command, console=open_console(stderr=True))
+
+
+def _place(source: str, output: Path | None) -> Path:
+    """Return the folder of the records."""
+    folder = output or run_folder_of(source)
+    if folder is None and not Path(source).exists():
+        raise ConfigError(
+            f"{source} does not exist here; a checkpoint of the hub needs a place for the results: --output"
+        )
+    if folder is None:
+        raise ConfigError(f"{source} lies in no run, so there is no place for the results; give one with --output")
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder} is a file, and the results need a folder; name another one with --output")
+    return folder
 
 
 def render_suite(result: SuiteResult) -> Table:
@@ -115,7 +153,7 @@ def render_suite(result: SuiteResult) -> Table:
             table.add_row(task, name, *cells)
         if not names:
             table.add_row(task, "not measured", *["–" for _ in models])
-    for task in result.failures:
+    for task in result.failures.keys() - by_task.keys():
         table.add_row(task, "failed", *["–" for _ in models])
     return table
 
@@ -183,14 +221,18 @@ def run_suite(
     }
     records: list[EvalRecord] = []
     failures: dict[str, str] = {}
-    for task in settings.tasks:
+    for task in dict.fromkeys(settings.tasks):
         job = jobs.get(task) or _lm_eval_job((task,), contestants, settings.lm_eval, folder)
         try:
             with progress_bar(task, console) as advance:
-                records += job(command=command, progress=advance)
+                found = job(command=command, progress=advance)
+            records += found
+            if not _has_figures(found):
+                failures[task] = _reason(found)
         except SubquadError as error:
-            logger.error("%s could not be measured: %s", task, error)
             failures[task] = str(error)
+        if task in failures:
+            logger.error("%s could not be measured: %s", task, failures[task])
     return SuiteResult(folder, records, failures)
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import glob
 from typing import Annotated
 
 from pydantic import Field
 
+from subquad.errors import ConfigError
 from subquad.eval.finetune import FinetuneSettings
-from subquad.eval.harness import LmEvalSettings
+from subquad.eval.harness import LmEvalSettings, check_tasks
 from subquad.eval.loss import POSITION_BUCKETS
 from subquad.eval.niah import NiahSettings
+from subquad.eval.records import SAFE_NAME
 from subquad.eval.speed import SpeedSettings
-from subquad.recipes.fields import Count, Section
+from subquad.recipes.fields import Ascending, Count, Section
+
+# Tasks that are not lm-eval's.
+OWN_TASKS = ("loss", "layers", "niah", "speed", "perplexity", "glue-finetune")
 
 
 class TextLossSettings(Section):
@@ -28,14 +34,14 @@ class TextLossSettings(Section):
         position_buckets: ascending upper bounds of the position buckets.
     """
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] | None = None
+    name: Annotated[str, Field(pattern=SAFE_NAME)] | None = None
     text: tuple[str, ...] = ()
     tokens: Count = 16_384
     layer_tokens: Count = 4096
     seq_len: Count = 512
     shuffle: bool = True
     batch_size: Count = 4
-    position_buckets: tuple[Count, ...] = POSITION_BUCKETS
+    position_buckets: Ascending = POSITION_BUCKETS
 
     @property
     def task(self) -> str:
@@ -79,3 +85,24 @@ class SuiteSettings(Section):
             "finetune.data_dir": () if data_dir is None else (str(data_dir),),
         }
         return {key: paths for key, paths in named.items() if paths}
+
+    def problems(self) -> list[str]:
+        """Return what would only show when a task's turn comes: files that are missing, tasks that nobody knows.
+
+        Returns:
+            A line per problem, `key: what is wrong and what to do`.
+        """
+        found = [
+            f"{key}: no file matches {pattern!r}; give paths relative to the current folder"
+            for key, patterns in self.named_files().items()
+            for pattern in patterns
+            if not glob.glob(pattern, recursive=True)
+        ]
+        if "perplexity" in self.tasks and not self.lm_eval.text_files:
+            found.append("tasks: perplexity needs texts: lm_eval.text_files=[FILE]")
+        names = [task for task in self.tasks if task not in OWN_TASKS]
+        try:
+            check_tasks(names, self.lm_eval.include_path)
+        except ConfigError as error:
+            found.append(f"tasks: {error}; of subquad's own there are {', '.join(OWN_TASKS)}")
+        return found

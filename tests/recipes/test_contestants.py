@@ -1,5 +1,9 @@
 """Loading what an evaluation compares, and the loss of each."""
 
+import dataclasses
+import json
+import shutil
+
 import pytest
 import torch
 
@@ -68,11 +72,40 @@ def test_the_student_folder_is_enough(run_dir):
     assert [c.name for c in load_contestants(str(run_dir / "student"))] == ["teacher", "window_only", "student"]
 
 
-def test_others_are_named_by_their_folder(run_dir, tmp_path):
-    other = write_hf(tmp_path / "other")
-    assert load_contestants(str(run_dir), others=[str(other)])[-1].name == "other"
-    with pytest.raises(ConfigError, match="called student"):
-        load_contestants(str(run_dir), others=[str(run_dir / "student")])
+def test_others_are_named_by_their_folder_or_as_asked(run_dir, tmp_path):
+    other = write_hf(tmp_path / "my other")
+    for given, name in (
+        (str(other), "my-other"),
+        (f"mine={other}", "mine"),
+        # A student is called by its run, of which there are many.
+        (str(run_dir / "student"), "run"),
+        (str(run_dir), "run"),
+    ):
+        found = load_contestants(str(run_dir), others=[given])[-1]
+        assert found.name == name
+    with pytest.raises(ConfigError, match="called student; give one another name"):
+        load_contestants(str(run_dir), others=[f"student={other}"])
+    with pytest.raises(ConfigError, match="cannot be the name of a model"):
+        load_contestants(str(run_dir), others=[f"a/b={other}"])
+
+
+def test_a_changed_window_or_moved_rows_are_another_model(run_dir, tmp_path):
+    first = {c.name: c.weights for c in load_contestants(str(run_dir))}
+    student = tmp_path / "run" / "student"
+    shutil.copytree(run_dir, student.parent)
+    config = json.loads((student / "config.json").read_text())
+    for mixer in config["mixers"]:
+        mixer["window"] = 4
+    (student / "config.json").write_text(json.dumps(config))
+    changed = load_contestants(str(student.parent))
+    weights = {c.name: c.weights for c in changed}
+    assert weights["teacher"] == first["teacher"]
+    assert weights["window_only"] != first["window_only"]
+    assert weights["student"] != first["student"]
+    with torch.no_grad():
+        embedding = changed[-1].model.get_input_embeddings().weight
+        embedding[[3, 4, 5, 6]] = embedding[[4, 3, 6, 5]].clone()
+    assert dataclasses.replace(changed[-1]).weights != weights["student"]
 
 
 def test_a_checkpoint_outside_a_run_needs_a_teacher(run_dir, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from subquad.cli import app
-from subquad.errors import ConfigError, TaskError
+from subquad.errors import ConfigError, SubquadError, TaskError
 from subquad.eval.records import load_records
 from subquad.recipes.run_folder import RunFolder
 from subquad.recipes.runner import run_recipe
@@ -72,14 +72,44 @@ def test_help_names_every_task_of_its_own():
         assert task in text
 
 
-def test_one_task_that_fails_does_not_stop_the_others(run_dir, text_files):
-    overrides = [f"loss.text=[{text_files['eval']}]", *SMALL]
-    done = evaluate(run_dir, *overrides, "--tasks", "perplexity,no_such_task,layers", "--json")
+def test_one_task_that_fails_does_not_stop_the_others(run_dir, text_files, tmp_path):
+    overrides = [f"loss.text=[{text_files['eval']}]", *SMALL, f"finetune.data_dir={tmp_path}", "niah.lengths=[4096]"]
+    done = evaluate(run_dir, *overrides, "--tasks", "glue-finetune,niah,layers", "--json")
     assert done.exit_code == 1
     found = json.loads(done.stdout)
-    assert set(found["failures"]) == {"perplexity", "no_such_task"}
-    assert "lm_eval.text_files" in found["failures"]["perplexity"]
-    assert set(found["tasks"]) == {"layers"}
+    assert set(found["failures"]) == {"glue-finetune", "niah"}
+    # A task of which every model was left out is a failure with its reason, too.
+    assert "context" in found["failures"]["niah"]
+    assert set(found["tasks"]) == {"layers", "niah"}
+    assert found["not_measured"].keys() == {"niah"}
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--tasks", "no_such_task"], "no_such_task"),
+        (["--tasks", "perplexity"], "lm_eval.text_files"),
+        (["--tasks", "sst2", "--data-dir", "no/such/folder"], "lm_eval.data_dirs: no file matches 'no/such/folder'"),
+        (["--tasks", ","], "names no task"),
+        (["--tasks", "loss", "loss.position_buckets=[8,4]"], "ascending"),
+        (["--tasks", "loss", "--text", "a.txt", "loss.text=[b.txt]"], "given twice"),
+        (["--tasks", "loss", "--output", __file__], "is a file"),
+    ],
+)
+def test_what_cannot_work_is_said_before_a_model_loads(run_dir, arguments, told, monkeypatch):
+    def load(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("subquad.recipes.suite.load_contestants", load)
+    done = evaluate(run_dir, *arguments)
+    assert done.exit_code != 0
+    assert isinstance(done.exception, SubquadError), done.exception
+    assert told in str(done.exception)
+
+
+def test_a_checkpoint_that_does_not_exist_is_said_to_be_none(tmp_path):
+    done = evaluate(tmp_path / "nowhere", "--tasks", "loss")
+    assert "does not exist" in str(done.exception)
 
 
 def test_options_of_tasks_need_tasks(run_dir):
@@ -123,21 +153,36 @@ def test_a_recipe_measures_its_tasks_before_the_report(make_recipe, text_files):
     assert "loss-own" in (recipe.run_dir / "report.md").read_text()
 
 
-def test_a_task_of_a_recipe_that_fails_keeps_the_others_and_is_tried_again(make_recipe, text_files, monkeypatch):
+def test_a_task_of_a_recipe_that_fails_keeps_the_others_and_is_tried_again(make_recipe, text_files, tmp_path):
     loss = {"text": [str(text_files["eval"])], "seq_len": 32, "tokens": 128, "layer_tokens": 32}
-    recipe = make_recipe(eval=eval_section(tasks=["no_such_task", "layers"], loss=loss))
+    fails = {"tasks": ["glue-finetune", "layers"], "loss": loss, "finetune": {"data_dir": str(tmp_path)}}
+    recipe = make_recipe(eval=eval_section(**fails))
     for _ in range(2):
-        with pytest.raises(TaskError, match="no_such_task"):
+        with pytest.raises(TaskError, match="glue-finetune"):
             run_recipe(recipe, command="test")
         assert [record.task for record in load_records(recipe.run_dir)] == ["layers"]
         assert (recipe.run_dir / "report.html").is_file()
         assert RunFolder(recipe.run_dir).finished("evaluate")
         assert not RunFolder(recipe.run_dir).finished("suite")
+    # Other tasks do not make it another run: it goes on with them.
+    mended = make_recipe(eval=eval_section(tasks=["loss", "layers"], loss=loss))
+    run_recipe(mended, command="test")
+    assert {record.task for record in load_records(recipe.run_dir)} == {"loss", "layers"}
+    assert RunFolder(recipe.run_dir).finished("report")
+    more = make_recipe(eval=eval_section(tasks=["loss"], loss={**loss, "name": "again"}))
+    run_recipe(more, command="test")
+    assert "loss-again" in {record.task for record in load_records(recipe.run_dir)}
 
 
 def test_files_of_the_tasks_are_checked_before_anything_runs(make_recipe):
-    suite = {"tasks": ["glue"], "lm_eval": {"data_dirs": ["no/such/folder"]}, "finetune": {"data_dir": "nor/this"}}
+    suite = {
+        "tasks": ["glue", "no_such_task"],
+        "lm_eval": {"data_dirs": ["no/such/folder"]},
+        "finetune": {"data_dir": "nor/this"},
+    }
     recipe = make_recipe(eval=eval_section(**suite))
     with pytest.raises(ConfigError, match=r"eval.suite.lm_eval.data_dirs: .*\n.*eval.suite.finetune.data_dir: "):
+        run_recipe(recipe, command="test")
+    with pytest.raises(ConfigError, match="no_such_task"):
         run_recipe(recipe, command="test")
     assert not recipe.run_dir.exists() or not any(path.suffix for path in recipe.run_dir.iterdir())

@@ -70,6 +70,20 @@ def expand(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(flat))
 
 
+def check_tasks(names: Sequence[str], include_path: Path | None) -> None:
+    """Check that lm-eval knows tasks, without loading them.
+
+    Args:
+        names: Tasks, tags or groups of lm-eval; without any, lm-eval need not be installed.
+        include_path: Folder with further task definitions in lm-eval's YAML.
+
+    Raises:
+        ConfigError: A name lm-eval does not know, or lm-eval is missing.
+    """
+    if names:
+        _known_manager(expand(names), include_path)
+
+
 def load_tasks(
     names: Sequence[str],
     text_files: Sequence[Path],
@@ -95,12 +109,7 @@ def load_tasks(
         DataError: A local file is damaged or holds a value that is not allowed.
     """
     names = expand(names)
-    manager = _manager(names, include_path)
-    unknown = [name for name in names if name not in manager.task_index]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], manager.all_tasks, n=3)
-        hint = f"; near: {', '.join(near)}" if near else ""
-        raise ConfigError(f"lm-eval has no task or group {', '.join(unknown)}{hint} (`lm-eval ls tasks` lists all)")
+    manager = _known_manager(names, include_path)
     names = list(dict.fromkeys(member for name in names for member in _members(manager.task_index[name])))
     text_names = [text_task_name(path) for path in text_files]
     double = {name for name in text_names if text_names.count(name) > 1}
@@ -110,6 +119,17 @@ def load_tasks(
         found = [_load(manager, name, data_dirs, train=train) for name in names]
         found += [_load_text(manager, path) for path in text_files]
     return manager, found
+
+
+def _known_manager(names: Sequence[str], include_path: Path | None) -> Any:
+    """Return a task manager that knows the names."""
+    manager = _manager(names, include_path)
+    unknown = [name for name in names if name not in manager.task_index]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], manager.all_tasks, n=3)
+        hint = f"; near: {', '.join(near)}" if near else ""
+        raise ConfigError(f"lm-eval has no task or group {', '.join(unknown)}{hint} (`lm-eval ls tasks` lists all)")
+    return manager
 
 
 def _manager(names: Sequence[str], include_path: Path | None) -> Any:

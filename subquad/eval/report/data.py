@@ -97,6 +97,8 @@ def load_run(folder: Path) -> RunData:
     Raises:
         OutputError: Neither results nor records are there, or one of them is damaged.
     """
+    if not folder.is_dir():
+        raise OutputError(f"{folder} is no folder, so there is nothing to report; give that of a run or an evaluation")
     records = load_records(folder)
     if not (folder / RESULTS_FILE).exists():
         if not records:

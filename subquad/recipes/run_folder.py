@@ -200,7 +200,7 @@ def recipe_differences(recorded: Recipe, wanted: Recipe) -> list[str]:
     Returns:
         Lines `path: old value there, new value here`.
     """
-    left_out = {"output_dir": True, "eval": {"suite"}}
+    left_out: dict[str, Any] = {"output_dir": True, "eval": {"suite"}}
     old, new = (recipe.model_dump(mode="json", exclude=left_out) for recipe in (recorded, wanted))
     return list(_differences(old, new, ""))
 

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from subquad.errors import ConfigError
 from subquad.layers import SubquadAttention, attention_mode, converted_layers
-from subquad.layers.decay import timescale_bias
 from subquad.layers.inputs import HeadInputs
 from subquad.layers.mixer import Mixer
 
@@ -63,7 +62,7 @@ def _write_temperature(mixer: Mixer, values: Tensor) -> None:
 
 def _write_timescale(mixer: Mixer, values: Tensor) -> None:
     assert mixer.decay is not None
-    mixer.decay.bias.copy_(timescale_bias(values))
+    mixer.decay.set_timescale(values)
 
 
 _TEMPERATURE = _Axis(TEMPERATURES, _write_temperature, per_kv_head=False)
@@ -88,7 +87,7 @@ class _LayerSearch:
         mixer, inputs = self.mixer, inputs.select(self.layer.split, self.layer.split.mixed)
         target, real = self.layer.exact_heads(inputs), inputs.real()
         self.power += _per_head(target, real)
-        self.start_error += _per_head(mixer.finish(*mixer.parts(inputs)) - target, real)
+        self.start_error += _per_head(mixer.finish(mixer.parts(inputs)) - target, real)
         saved = {name: value.clone() for name, value in mixer.state_dict().items()}
         for index in range(self.error.shape[0]):
             if self.axis is not None:
@@ -98,7 +97,7 @@ class _LayerSearch:
             for m in range(self.error.shape[1]):
                 if mixer.log_mix is not None:
                     mixer.log_mix.fill_(LOG_MIXES[m])
-                self.error[index, m] += _per_head(mixer.finish(*parts) - target, real)
+                self.error[index, m] += _per_head(mixer.finish(parts) - target, real)
         mixer.load_state_dict(saved)
 
     @torch.no_grad()

@@ -93,7 +93,7 @@ def test_all_problems_are_in_one_message():
         "8": resolve_mixer({"score": "exp"}),
     }
     with pytest.raises(ConfigError) as caught:
-        plan_conversion(SMOL, resolve_mixer({"preset": "taylor", "qk_norm": True}), layers)
+        plan_conversion(SMOL, resolve_mixer({"preset": "taylor", "causal": False}), layers)
     message = str(caught.value)
     for expected in (
         "layer 1 is named twice: by '0-1' and by '1,2'",
@@ -103,7 +103,7 @@ def test_all_problems_are_in_one_message():
         "6: exact_kv_heads names every key/value head",
         "7: window 8193 is longer than the model's context of 8192",
         "8: score: exp is not built yet",
-        "mixer: qk_norm: true is not built yet",
+        "mixer: causal: false is not built yet",
     ):
         assert expected in message
 

@@ -195,7 +195,6 @@ class MixerConfig(BaseModel):
 
 
 _BUILT: dict[str, tuple[object, ...]] = {
-    "score": ("power", "taylor", "softmax"),
     "causal": (True,),
 }
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subquad.kernels import PolyState, WindowOutput, poly_attention
+from subquad.kernels import PolyState, WindowOutput, exp_attention, poly_attention
 from subquad.layers.cache import far_stream_differs
 from subquad.layers.config import MixerConfig
 from subquad.layers.conv import CausalConv
@@ -152,8 +152,12 @@ class Mixer(nn.Module):
         rank = count_tokens(inputs) if config.counts_tokens else None
         if not config.window:
             far = self._far_inputs(inputs, rank)
-            written = FarStream(far.k, far.v, reset_at_documents(far.log_decay, inputs.sequence, far.k), inputs.real())
-            out, mass = self._attend(far.q, written, buffers)
+            written = FarStream(far.k, far.v, far.log_decay, inputs.real())
+            if config.score == "exp":
+                out, mass = self._attend_exactly(far.q, written, inputs), None
+            else:
+                log_decay = reset_at_documents(far.log_decay, inputs.sequence, far.k)
+                out, mass = self._attend(far.q, written._replace(log_decay=log_decay), buffers)
             if config.normaliser == "count":
                 assert rank is not None, "a count needs positions"
                 out = out / rank.clamp_min(1)[..., None, None].to(out.dtype)
@@ -233,6 +237,28 @@ class Mixer(nn.Module):
         if self.skip is None:
             return None
         return v.repeat_interleave(self.geometry.group_size, dim=2) * self.skip[:, None].to(v.dtype)
+
+    def _attend_exactly(self, q: Tensor, written: FarStream, inputs: HeadInputs) -> Tensor:
+        """Run the exp score on the T new tokens and all before them.
+
+        A norm per head does not see the division by the sum of weights: only a count needs the numerator itself.
+        """
+        config, buffers = self.config, inputs.buffers
+        everything_real = inputs.sequence.real is None and buffers is None
+        if buffers is not None:
+            remember_stream(buffers, written)
+            written = past_stream(buffers)
+        return exp_attention(
+            self.score.map_queries(q),
+            self.score.map_keys(written.k.to(q.dtype)),
+            written.v.to(q.dtype),
+            written.log_decay,
+            scale=config.scale,
+            clamp=config.score_clamp,
+            valid=None if everything_real else written.weight,
+            documents=inputs.sequence.documents,
+            normalize=config.normaliser != "count",
+        )
 
     def _attend(self, q: Tensor, written: FarStream, buffers: Buffers | None) -> tuple[Tensor, Tensor]:
         """Run the op on what the T steps write, continuing and updating the cache; return its output and mass."""

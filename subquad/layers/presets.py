@@ -74,6 +74,12 @@ SYSTEMS: dict[str, System] = {
         "y_t = sum_s w v_s / sum_s w, w = sum_{i<=n} x^i / i!, n = 2",
         "A",
     ),
+    "taylor-pure": System(
+        "truncated Taylor series, the paper's layer",
+        MixerConfig(score="taylor", order=2),
+        "as taylor, of all tokens",
+        "A",
+    ),
     "taylor-relu": System(
         "orders of ReLU features",
         MixerConfig(score="taylor", order=2, feature_map="relu"),
@@ -90,6 +96,30 @@ SYSTEMS: dict[str, System] = {
         "orders of cosine features",
         MixerConfig(score="taylor", order=2, feature_map="cosine", scale=1.0),
         "as taylor, with x = cos(q_t, k_s)",
+        "A",
+    ),
+    "softmax-l2": System(
+        "softmax, L2 norm for the denominator",
+        MixerConfig(score="exp", normaliser="head_l2"),
+        "y_t = L2(sum_s e^x v_s), per head",
+        "A",
+    ),
+    "softmax-rms": System(
+        "softmax, RMS norm for the denominator",
+        MixerConfig(score="exp", normaliser="head_rms"),
+        "y_t = RMS(sum_s e^x v_s), per head",
+        "A",
+    ),
+    "softmax-layer": System(
+        "softmax, layer norm for the denominator",
+        MixerConfig(score="exp", normaliser="head_layer"),
+        "y_t = LayerNorm(sum_s e^x v_s), per head",
+        "A",
+    ),
+    "softmax-gate": System(
+        "softmax, gate for the denominator",
+        MixerConfig(score="exp", score_clamp=5.0, normaliser="count", output_gate="sigmoid"),
+        "y_t = sigmoid(W x_t + b) (1/t) sum_s e^min(x, 5) v_s",
         "A",
     ),
     "mamba2": System(
@@ -118,12 +148,45 @@ SYSTEMS: dict[str, System] = {
         "y_t = RMS(sum_s x e^L softplus(W_dt x_s) v_s), log a = -softplus(u); q, k, v by conv2",
         "C",
     ),
+    "mamba2s-pure": System(
+        "Mamba-2S, the paper's layer",
+        MixerConfig(score="power", order=1, decay="softplus", conv_width=2, value_step="softplus", normaliser="rms"),
+        "as mamba2s, of all tokens",
+        "C",
+    ),
     # The offset answers "the square is even"; `offset: false`, `value_step: softplus` are the paper's variants.
     "2mamba": System(
         "2Mamba",
         MixerConfig(score="power", order=2, decay="softplus", conv_width=2, offset=True, **_WINDOWED),
         "y_t = sum_s w v_s / sum_s w, w = (x + c)^2 e^L, log a = -softplus(u); q, k, v by conv2",
         "C",
+    ),
+    "2mamba-pure": System(
+        "2Mamba, the paper's layer",
+        MixerConfig(score="power", order=2, decay="softplus", conv_width=2),
+        "as 2mamba with c = 0, of all tokens",
+        "C",
+    ),
+    "2mamba-e": System(
+        "2Mamba-E",
+        MixerConfig(score="exp", decay="softplus", conv_width=2),
+        "y_t = sum_s w v_s / sum_s w, w = e^(x + L), log a = -softplus(u); q, k, v by conv2",
+        "C",
+    ),
+    "fox": System(
+        "Forgetting Transformer",
+        MixerConfig(score="exp", decay="logsigmoid"),
+        "y_t = sum_s w v_s / sum_s w, w = e^(x + L), log a = logsigmoid(W x + b)",
+        "E",
+    ),
+    # The paper's output norm is an RMS norm per head: what `head_rms` makes of a weighted mean.
+    "fox-pro": System(
+        "Forgetting Transformer (Pro)",
+        MixerConfig(
+            score="exp", decay="logsigmoid", kv_shift=True, qk_norm=True, output_gate="sigmoid", normaliser="head_rms"
+        ),
+        "y_t = sigmoid(W_g x_t + b) RMS(sum_s w v_s / sum_s w), w as fox, of normed q, k and shifted k, v",
+        "E",
     ),
     "based": System(
         "Based",

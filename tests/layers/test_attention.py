@@ -38,6 +38,28 @@ MIXERS = {
     "mamba2-norm-only": {"preset": "mamba2", "skip": False, "conv_activation": "none", "window": 8},
     "based": {"preset": "based", "feature_dim": 5},
     "based-window": {"preset": "based", "feature_dim": 4, "window": 8, "sinks": 2, "output_gate": "sigmoid"},
+    "softmax-l2": {"preset": "softmax-l2"},
+    "softmax-layer": {"preset": "softmax-layer", "exact_kv_heads": [0]},
+    "softmax-gate": {"preset": "softmax-gate", "score_clamp": 1.0},
+    "2mamba-e": {"preset": "2mamba-e"},
+    "fox": {"preset": "fox"},
+    "fox-pro": {"preset": "fox-pro"},
+    "exp-everything": {
+        "score": "exp",
+        "feature_map": "learned",
+        "feature_dim": 6,
+        "decay": "mamba2",
+        "value_step": "softplus",
+        "conv_width": 3,
+        "conv_activation": "silu",
+        "skip": True,
+        "temperature": True,
+        "score_clamp": 4.0,
+        "normaliser": "head_rms",
+        "output_gate": "silu",
+        "qk_norm": True,
+        "kv_shift": True,
+    },
     "window-1": {"preset": "taylor", "window": 1, "sinks": 1},
 }
 all_mixers = pytest.mark.parametrize("name", MIXERS)
@@ -53,9 +75,13 @@ def convert(teacher, name_or_mixer, randomise=True, layers=None):
                 if ".mixer." not in key:
                     continue
                 parameter.add_(0.2 * torch.randn_like(parameter))
-                # A far part that really counts, and a decay that really forgets.
+                # A far part that really counts.
                 if key.endswith("log_mix"):
                     parameter.fill_(-1.0)
+        for layer in converted_layers(model):
+            if layer.mixer is not None and layer.mixer.decay is not None:
+                # A decay that really forgets.
+                layer.mixer.decay.set_timescale(torch.linspace(5.0, 20.0, layer.mixer.geometry.num_kv_heads))
     return model
 
 

@@ -127,5 +127,9 @@ def _fused(*tensors: Tensor) -> tuple[Tensor, Tensor]:
     for x in tensors[:3]:
         # Else a length that happens to equal a number of heads would be taken for it, and be a constant, too.
         torch._dynamo.mark_static(x, [2, 3])
+    bound, *sums = tensors[-5:]
+    torch._dynamo.mark_static(bound, 0)
+    for x in sums:
+        torch._dynamo.mark_static(x, 1)
     with torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
         return _compiled()(*tensors)

@@ -217,6 +217,7 @@ def _work_crossovers(mixer: MixerConfig, geometry: LayerGeometry, dtype: torch.d
         orders=mixer.score_orders(),
         window=mixer.window,
         sinks=mixer.sinks,
+        feature_dim=mixer.feature_dim,
     )
     return {
         # generation goes on from the state after the prompt

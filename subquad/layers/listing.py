@@ -136,7 +136,7 @@ def render_mixers() -> Table:
         "one query head each.",
     )
     for heading in ("preset", "formula", "time", "forms", *(f"cached, d = {d}" for d in LISTED_HEAD_DIMS), "source"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, overflow="fold", no_wrap=heading == "preset")
     for row in list_mixers():
         cached = [_cached(numbers) for numbers in row.cache.values()]
         table.add_row(row.name, row.formula, row.time, ", ".join(row.forms), *cached, row.source)

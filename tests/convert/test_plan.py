@@ -137,6 +137,11 @@ def test_planning_changes_nothing():
         {"preset": "taylor", "order": 3},
         {"preset": "2mamba", "window": 0},
         {"preset": "2mamba", "exact_kv_heads": [1]},
+        "mamba2",
+        "fox-pro",
+        "softmax-layer",
+        "cottention",
+        {"preset": "based", "feature_dim": 4},
     ],
 )
 def test_added_parameters_are_those_of_the_converted_model(mixer):

@@ -174,8 +174,7 @@ def mixers(
 
         subquad mixers --json
     """
-    from rich.console import Console
-
+    from subquad.console import open_console
     from subquad.layers.listing import list_mixers, markdown_table, render_mixers
 
     if markdown:
@@ -183,7 +182,7 @@ def mixers(
     elif as_json:
         typer.echo(json.dumps([row.to_dict() for row in list_mixers()], indent=2))
     else:
-        Console().print(render_mixers())
+        open_console().print(render_mixers())
 
 
 @app.command()

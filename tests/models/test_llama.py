@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, pipeline
 from subquad.convert.plan import plan_conversion
 from subquad.convert.surgery import apply_plan
 from subquad.errors import ConfigError
-from subquad.layers import attention_mode, converted_layers, resolve_mixer
+from subquad.layers import PRESETS, attention_mode, converted_layers, resolve_mixer
 from subquad.models import SubquadLlamaConfig, SubquadLlamaForCausalLM
 from tests.tiny_llama import relative_error, tiny_config, tiny_teacher, tiny_tokens
 
@@ -93,6 +93,26 @@ def test_random_start_from_a_config_is_the_identity_start():
     assert [layer.layer_idx for layer in layers] == [0]
     assert torch.equal(layers[0].mixer.score.key_map[0], torch.eye(8))
     assert torch.equal(layers[0].mixer.conv.weight[:, 1], torch.ones(80))
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "softmax"])
+def test_every_system_trains_from_random_weights(preset):
+    config = SubquadLlamaConfig(**tiny_config().to_dict() | {"model_type": "subquad_llama"})
+    changes = {"feature_dim": 6} if preset == "based" else {}
+    config.mixers = [resolve_mixer({"preset": preset, **changes}).model_dump(mode="json")] * 2
+    torch.manual_seed(0)
+    model = SubquadLlamaForCausalLM(config)
+    ids = tiny_tokens()
+    losses = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(4):
+        loss = model(ids, labels=ids, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
 
 
 def test_wrong_number_of_mixers_is_refused():

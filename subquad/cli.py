@@ -162,6 +162,30 @@ def plan(recipe: RecipeArgument, overrides: OverridesArgument = None, as_json: J
 
 
 @app.command()
+def mixers(
+    as_json: JsonOption = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="The table of docs/mixers.md.")] = False,
+) -> None:
+    """List every preset: formula, time, forms, what its cache holds at head widths 64 and 128, and source.
+
+    Examples:
+
+        subquad mixers
+
+        subquad mixers --json
+    """
+    from subquad.console import open_console
+    from subquad.layers.listing import list_mixers, markdown_table, render_mixers
+
+    if markdown:
+        typer.echo(markdown_table())
+    elif as_json:
+        typer.echo(json.dumps([row.to_dict() for row in list_mixers()], indent=2))
+    else:
+        open_console().print(render_mixers())
+
+
+@app.command()
 def convert(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,

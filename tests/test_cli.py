@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from subquad import cli
+from subquad.layers import PRESETS
 from subquad.recipes import steps
 from subquad.recipes.loader import recipe_to_yaml
 
@@ -34,7 +35,7 @@ def recipe_file(make_recipe, tmp_path):  # noqa: F811
     return str(path)
 
 
-COMMANDS = ("run", "plan", "convert", "distill", "eval", "generate", "report", "doctor", "recipes")
+COMMANDS = ("run", "plan", "mixers", "convert", "distill", "eval", "generate", "report", "doctor", "recipes")
 
 
 def test_help_lists_every_command(command):
@@ -49,6 +50,20 @@ def test_every_command_has_examples(command, name):
     assert code == 0
     assert "Examples:" in out
     assert f"subquad {name}" in out
+
+
+def test_mixers_lists_every_preset(command):
+    code, out, _ = command("mixers", "--json")
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert code == 0
+    assert list(rows) == list(PRESETS)
+    assert rows["fox"]["forms"] == ["quadratic", "KV cache"]
+    assert rows["2mamba-pure"]["cache"]["64"] == {"fixed": 135_392, "per_token": 0, "crossover": 1058}
+    assert "(x + c)^2" in rows["2mamba"]["formula"]
+    assert "2602.17363" in rows["2mamba"]["source"]
+    code, out, _ = command("mixers")
+    assert code == 0
+    assert all(name in out for name in PRESETS)
 
 
 def test_help_does_not_import_torch():

@@ -1,7 +1,8 @@
-"""Calibration without training: each head's temperature, decay and far weight, so that it starts near its teacher."""
+"""Calibration without training: each head's temperature, decay, far weight or size, to start near its teacher."""
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,15 +16,20 @@ from transformers import PreTrainedModel
 
 from subquad.errors import ConfigError
 from subquad.layers import SubquadAttention, attention_mode, converted_layers
-from subquad.layers.decay import timescale_bias
 from subquad.layers.inputs import HeadInputs
 from subquad.layers.mixer import Mixer
 
 TEMPERATURES = (0.02, 0.06, 0.2, 0.6)
 TIMESCALES = (128.0, 512.0, 2048.0, float("inf"))
 LOG_MIXES = (-14.0, -11.0, -9.0, -8.0, -7.0, -6.0, -5.0, -4.0, -2.0, 0.0)
+# Sizes of a normed head: pretrained values have entries of 0.05 to 1.
+NORM_WEIGHTS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+# m in s ** -sigmoid(m): exponents of 0.27 to 0.95.
+POSITION_EXPONENTS = (-1.0, 0.0, 0.5, 1.0, 2.0, 3.0)
 
 CHECKED_ROWS = 4
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,11 +69,23 @@ def _write_temperature(mixer: Mixer, values: Tensor) -> None:
 
 def _write_timescale(mixer: Mixer, values: Tensor) -> None:
     assert mixer.decay is not None
-    mixer.decay.bias.copy_(timescale_bias(values))
+    mixer.decay.set_timescale(values)
+
+
+def _write_norm_weight(mixer: Mixer, values: Tensor) -> None:
+    assert mixer.norm_weight is not None
+    mixer.norm_weight.copy_(values.repeat_interleave(mixer.geometry.head_dim))
+
+
+def _write_exponent(mixer: Mixer, values: Tensor) -> None:
+    assert mixer.position_step is not None
+    mixer.position_step.exponent.copy_(values)
 
 
 _TEMPERATURE = _Axis(TEMPERATURES, _write_temperature, per_kv_head=False)
 _TIMESCALE = _Axis(TIMESCALES, _write_timescale, per_kv_head=True)
+_NORM_WEIGHT = _Axis(NORM_WEIGHTS, _write_norm_weight, per_kv_head=False)
+_EXPONENT = _Axis(POSITION_EXPONENTS, _write_exponent, per_kv_head=True)
 
 
 class _LayerSearch:
@@ -88,7 +106,7 @@ class _LayerSearch:
         mixer, inputs = self.mixer, inputs.select(self.layer.split, self.layer.split.mixed)
         target, real = self.layer.exact_heads(inputs), inputs.real()
         self.power += _per_head(target, real)
-        self.start_error += _per_head(mixer.finish(*mixer.parts(inputs)) - target, real)
+        self.start_error += _per_head(mixer.finish(mixer.parts(inputs)) - target, real)
         saved = {name: value.clone() for name, value in mixer.state_dict().items()}
         for index in range(self.error.shape[0]):
             if self.axis is not None:
@@ -98,7 +116,7 @@ class _LayerSearch:
             for m in range(self.error.shape[1]):
                 if mixer.log_mix is not None:
                     mixer.log_mix.fill_(LOG_MIXES[m])
-                self.error[index, m] += _per_head(mixer.finish(*parts) - target, real)
+                self.error[index, m] += _per_head(mixer.finish(parts) - target, real)
         mixer.load_state_dict(saved)
 
     @torch.no_grad()
@@ -131,8 +149,11 @@ def calibrate(
 
     Each head takes, first among temperatures and then among timescales (shared by the query heads of a key/value head),
     each with its own far weight, the values whose output is nearest to its teacher's in squared error. With a learned
-    offset the temperature sets the ratio of score and offset, which is what matters, so the offset stays 1. Nothing is
-    trained; the cost is two teacher forwards plus nine student attentions per batch.
+    offset the temperature sets the ratio of score and offset, which is what matters, so the offset stays 1. Pure mixers
+    whose output has another size than a weighted mean are searched for that instead: the weight of their norm, or
+    Cottention's exponent. An `exp` score starts as its teacher, its decay with it. A layer with nothing to search is
+    left as it is, and named in the log. Nothing is trained; the cost is two teacher forwards plus up to nine student
+    attentions per batch.
 
     A head that is nearer to its teacher does not make the model better for certain. So the model's loss is measured
     before and after on the first rows, and settings that raise it are undone with a warning.
@@ -153,12 +174,13 @@ def calibrate(
         raise ConfigError("calibrate: the model has no converted layer")
     if not rows:
         raise ConfigError("calibrate: no rows were given; it needs at least one batch of tokens")
+    _name_what_is_left(layers)
     mixers = [layer.mixer for layer in layers if layer.mixer is not None]
     saved = [{name: value.clone() for name, value in mixer.state_dict().items()} for mixer in mixers]
     loss_before = _loss(model, rows[:CHECKED_ROWS])
     before: dict[int, float] = {}
     after: dict[int, float] = {}
-    for pick in (_temperature_axis, _timescale_axis):
+    for pick in (_first_axis, _second_axis):
         searches = {layer: _LayerSearch(layer, pick(layer)) for layer in layers if pick(layer) or not before}
         _measure(model, searches, rows, on_batch)
         for search in searches.values():
@@ -226,6 +248,26 @@ def _watch(searches: dict[SubquadAttention, _LayerSearch]) -> Iterator[None]:
             handle.remove()
 
 
+def _name_what_is_left(layers: Sequence[SubquadAttention]) -> None:
+    """Log the layers whose mixer has nothing to search."""
+    idle = [
+        layer.layer_idx
+        for layer in layers
+        if not layer.mixer_config.window and _first_axis(layer) is None and _second_axis(layer) is None
+    ]
+    if idle:
+        logger.info("calibrate: the mixers of layers %s have nothing to search; they start as they are", idle)
+
+
+def _first_axis(layer: SubquadAttention) -> _Axis | None:
+    return _temperature_axis(layer) or _size_axis(layer)
+
+
+def _second_axis(layer: SubquadAttention) -> _Axis | None:
+    """Return the timescale's grid; for a mixer without one, that of the output's size unless it was searched first."""
+    return _timescale_axis(layer) or (_size_axis(layer) if _temperature_axis(layer) else None)
+
+
 def _temperature_axis(layer: SubquadAttention) -> _Axis | None:
     """Return the temperature's grid where it does more than scale the far part, which its weight does already."""
     config = layer.mixer_config
@@ -233,7 +275,19 @@ def _temperature_axis(layer: SubquadAttention) -> _Axis | None:
 
 
 def _timescale_axis(layer: SubquadAttention) -> _Axis | None:
-    return _TIMESCALE if layer.mixer_config.decay != "none" else None
+    config = layer.mixer_config
+    return _TIMESCALE if config.decay != "none" and config.score != "exp" else None
+
+
+def _size_axis(layer: SubquadAttention) -> _Axis | None:
+    """Return the grid of what sets the size of a pure mixer's output; with a window its far weight does."""
+    mixer = layer.mixer
+    assert mixer is not None, "only converted heads are searched"
+    if layer.mixer_config.window:
+        return None
+    if mixer.norm_weight is not None:
+        return _NORM_WEIGHT
+    return _EXPONENT if mixer.position_step is not None else None
 
 
 def _per_head(x: Tensor, real: Tensor) -> Tensor:

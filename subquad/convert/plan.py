@@ -217,6 +217,7 @@ def _work_crossovers(mixer: MixerConfig, geometry: LayerGeometry, dtype: torch.d
         orders=mixer.score_orders(),
         window=mixer.window,
         sinks=mixer.sinks,
+        feature_dim=mixer.feature_dim,
     )
     return {
         # generation goes on from the state after the prompt
@@ -310,6 +311,8 @@ def _mixer_problems(mixer: MixerConfig, geometry: LayerGeometry, context_length:
         problems.append(f"exact_kv_heads {outside} must be between 0 and {geometry.num_kv_heads - 1}")
     elif len(mixer.exact_kv_heads) == geometry.num_kv_heads:
         problems.append("exact_kv_heads names every key/value head; use the mixer softmax for such a layer")
+    if mixer.feature_dim is not None and mixer.feature_dim > geometry.head_dim:
+        problems.append(f"feature_dim {mixer.feature_dim} is wider than the model's heads of {geometry.head_dim}")
     if mixer.window > context_length:
         problems.append(
             f"window {mixer.window} is longer than the model's context of {context_length} tokens, so the mixer would "

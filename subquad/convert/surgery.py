@@ -7,6 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedMo
 
 from subquad.convert.plan import ConversionPlan
 from subquad.errors import ConfigError
+from subquad.layers import converted_layers
 from subquad.models.llama import (
     SubquadLlamaConfig,
     SubquadLlamaForCausalLM,
@@ -49,6 +50,8 @@ def apply_plan(model: LlamaForCausalLM, plan: ConversionPlan) -> SubquadLlamaFor
     model.__class__ = SubquadLlamaForCausalLM
     model.model.__class__ = SubquadLlamaModel
     install_mixers(model.model, mixers)
+    for layer in converted_layers(model):
+        layer.start_from_projections()
     return model
 
 

@@ -40,7 +40,7 @@ class _LayerSums:
         if mixer is None:
             return
         mixed = inputs.select(layer.split, layer.split.mixed)
-        share = mixer.far_share(*mixer.parts(mixed))
+        share = mixer.far_share(mixer.parts(mixed))
         if share is not None:
             self.share = _added(self.share, share)
         if mixer.decay is not None:

@@ -114,7 +114,8 @@ def chunked_cost(
     reads = seq_len if initial_state else seq_len - chunk_size
     writes = seq_len if final_state else seq_len - chunk_size
     num_queries = shape.group_size * seq_len
-    flops = pair_flops(shape, num_queries, chunk_size + 2 * shape.exact_keys, training)
+    flops = pair_flops(shape.mapped, num_queries, chunk_size, training)
+    flops += pair_flops(shape, num_queries, 2 * shape.exact_keys, training)
     num_bytes = token_bytes(shape, seq_len, training, itemsize)
     if reads or writes:
         flops += state_flops(shape, shape.group_size * reads, writes)
@@ -158,7 +159,8 @@ def decode_cost(
     num_tokens = max(buffer_size, 1)
     num_queries = shape.group_size * num_tokens
     flops = state_flops(shape, num_queries, num_tokens)
-    flops += pair_flops(shape, num_queries, buffer_size + 2 * shape.exact_keys, training=False)
+    flops += pair_flops(shape.mapped, num_queries, buffer_size, training=False)
+    flops += pair_flops(shape, num_queries, 2 * shape.exact_keys, training=False)
     state = shape.state_numbers * state_itemsize
     if normaliser:
         state += shape.state_numbers // shape.value_head_dim * 4
@@ -229,8 +231,12 @@ def flops_crossover(
         )
         return chunked.flops < softmax_cost(shape, seq_len, training=training).flops
 
-    # Up to one chunk the pairs are the same. Beyond, softmax gains on it with every token.
-    return _first_length(is_cheaper, above=chunk_size)
+    # Up to one chunk the pairs are the same, or fewer numbers with narrow features. Beyond, softmax gains on it with
+    # every token.
+    above = chunk_size
+    while above and is_cheaper(above):
+        above //= 2
+    return _first_length(is_cheaper, above=above)
 
 
 def decode_crossover(
@@ -282,7 +288,7 @@ def crossover_length(head_dim: int, value_head_dim: int) -> int:
 
 def _first_length(is_cheaper: Callable[[int], bool], above: int) -> int:
     """Return the smallest length that is cheaper; `above` is not, and once cheaper it stays so."""
-    low, high = above, 2 * above
+    low, high = above, max(2 * above, 1)
     while not is_cheaper(high):
         low, high = high, 2 * high
     while high - low > 1:

@@ -9,7 +9,7 @@ that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from subquad.errors import ConfigError
@@ -30,6 +30,7 @@ class HeadShape:
         orders: Powers of the score, lowest first (ignored for softmax). Powers above 2 have no state.
         window: Last tokens that are scored exactly beside the polynomial.
         sinks: First tokens that are scored exactly beside the polynomial.
+        feature_dim: Width of q and k in the polynomial, where a feature map changes it; None is `head_dim`.
 
     Raises:
         ConfigError: A size below 1, a negative window, or powers that are not ascending.
@@ -41,6 +42,7 @@ class HeadShape:
     orders: tuple[int, ...] = (2,)
     window: int = 0
     sinks: int = 0
+    feature_dim: int | None = None
 
     def __post_init__(self) -> None:
         check_counts(head_dim=self.head_dim, value_head_dim=self.value_head_dim, group_size=self.group_size)
@@ -48,6 +50,11 @@ class HeadShape:
             raise ConfigError(f"window and sinks must be 0 or more, got {self.window} and {self.sinks}")
         if not self.orders or self.orders[0] < 0 or list(self.orders) != sorted(set(self.orders)):
             raise ConfigError(f"orders must be powers 0, 1, 2, … in ascending order, got {self.orders}")
+
+    @property
+    def mapped(self) -> HeadShape:
+        """The polynomial's own shape: q and k of `feature_dim` entries."""
+        return self if self.feature_dim is None else replace(self, head_dim=self.feature_dim, feature_dim=None)
 
     @property
     def exact_keys(self) -> int:
@@ -59,14 +66,14 @@ class HeadShape:
         """Numbers of the state's values, `rows * e`: `d (d + 1) / 2 * e` at power 2 (arXiv 2602.17363)."""
         if self.orders[-1] > MAX_STATE_ORDER:
             raise ConfigError(f"powers above {MAX_STATE_ORDER} have no state, got {self.orders}; use quadratic_cost")
-        return num_rows(self.head_dim, self.orders) * self.value_head_dim
+        return num_rows(self.mapped.head_dim, self.orders) * self.value_head_dim
 
     def contracted_numbers(self, contraction: Contraction) -> int:
         """Return the numbers of the state that dq and dk are contracted with; power 0 has no gradient for them."""
         powers = tuple(order for order in self.orders if order > 0)
         if contraction == "square":
-            return sum(self.head_dim**order for order in powers) * self.value_head_dim
-        return num_rows(self.head_dim, powers) * self.value_head_dim
+            return sum(self.mapped.head_dim**order for order in powers) * self.value_head_dim
+        return num_rows(self.mapped.head_dim, powers) * self.value_head_dim
 
 
 @dataclass(frozen=True)

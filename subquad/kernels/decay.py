@@ -78,6 +78,20 @@ def edge_decay(log_decay: Tensor, resets: Tensor) -> EdgeDecay:
     )
 
 
+def pair_log_decay(log_decay: Tensor, num_queries: int) -> Tensor:
+    """Compute `L_ts`, the sum of the log decays after s up to t, for the last queries and all keys.
+
+    Args:
+        log_decay: `[B, Hkv, T]`; held between `LOWEST_LOG_DECAY` and 0. Its dtype is the result's.
+        num_queries: Tq; the queries are the last positions.
+
+    Returns:
+        `[B, Hkv, Tq, T]`, <= 0; 0 for keys after the query.
+    """
+    total = log_decay.clamp(LOWEST_LOG_DECAY, 0.0).to(wide_dtype(log_decay.device)).cumsum(-1)
+    return (total[..., -num_queries:, None] - total[..., None, :]).clamp(max=0.0).to(log_decay.dtype)
+
+
 def pair_decay(log_decay: Tensor, resets: Tensor) -> Tensor:
     """Compute `exp(L_ts)` for every query and key of a stretch of n tokens.
 

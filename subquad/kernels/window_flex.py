@@ -25,19 +25,19 @@ MIN_QUERIES = _BLOCK_SIZE + 1
 # tl.dot takes no narrower operand; wider ones exceed the shared memory of some GPUs with FlexAttention's tiles.
 _HEAD_DIMS = range(16, MAX_HEAD_DIM + 1)
 # For float32, whose default tiles exceed it at head_dim 128.
-_SMALL_TILES = cast(FlexKernelOptions, {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2})
+SMALL_TILES = cast(FlexKernelOptions, {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2})
 # Graphs differ by head shape, dtype, whether gradients are recorded and whether the batch is 1, not by lengths.
-_MAX_GRAPHS = 64
+MAX_GRAPHS = 64
 
 
-class _Visible(NamedTuple):
+class Visible(NamedTuple):
     """The queries that see each key, `[1 or B, T]` int32: `since <= query <= until`."""
 
     since: Tensor
     until: Tensor
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """Blocks of queries and keys that meet, int32: for each query block `[1 or B, 1, nq]` how many, and which first.
 
     The indices `[1 or B, 1, nq, nk]` name the key blocks that a query block meets, then the others; `q_*` is the same
@@ -83,7 +83,7 @@ def flex_window_attention(inputs: WindowInputs) -> WindowOutput:
     # A float argument of a compiled function with dynamic shapes becomes a symbol, which the kernel cannot hold.
     if abs(factor - 1) > 1e-12:
         q = q * factor
-    visible, blocks = _layout(inputs)
+    visible, blocks = layout(inputs)
     # Copies: whether an argument is a view distinguishes graphs, too.
     since, until = (x.repeat(k.shape[0] // x.shape[0], 1) for x in visible)
     if inputs.valid is not None:
@@ -96,7 +96,7 @@ def flex_window_attention(inputs: WindowInputs) -> WindowOutput:
     return WindowOutput(*_fused(q, k, v, since, until, *blocks))
 
 
-def _layout(inputs: WindowInputs) -> tuple[_Visible, _Blocks]:
+def layout(inputs: WindowInputs) -> tuple[Visible, Blocks]:
     """Return which queries see the keys of k, whatever `valid` says, and which blocks meet."""
     num_queries, seq_len = inputs.q.shape[1], inputs.k.shape[1]
     beside = inputs.sinks.keys.shape[1] if isinstance(inputs.sinks, SinkTokens) else 0
@@ -111,7 +111,7 @@ def _layout(inputs: WindowInputs) -> tuple[_Visible, _Blocks]:
 @functools.lru_cache(maxsize=32)
 def _layout_of_lengths(
     num_queries: int, seq_len: int, window: int, among: int, beside: int, device: torch.device
-) -> tuple[_Visible, _Blocks]:
+) -> tuple[Visible, Blocks]:
     # Tensors made in inference mode could not be kept for a later backward pass.
     with torch.inference_mode(False):
         starts = torch.zeros((1, seq_len), dtype=torch.int64, device=device)
@@ -119,16 +119,16 @@ def _layout_of_lengths(
         return visible, _meeting_blocks(visible, num_queries, beside)
 
 
-def _visible(num_queries: int, starts: Tensor, ends: Tensor, window: int, sinks: int) -> _Visible:
+def _visible(num_queries: int, starts: Tensor, ends: Tensor, window: int, sinks: int) -> Visible:
     """Return the queries that see each key, given the first and last position of its document `[B, T]`."""
     seq_len = starts.shape[1]
     steps = torch.arange(seq_len, device=starts.device).expand_as(starts)
     last = torch.where(steps - starts < sinks, ends, torch.minimum(ends, steps + min(window, seq_len) - 1))
     first_query = seq_len - num_queries
-    return _Visible((steps - first_query).int(), (last - first_query).int())
+    return Visible((steps - first_query).int(), (last - first_query).int())
 
 
-def _meeting_blocks(visible: _Visible, num_queries: int, sinks_beside: int) -> _Blocks:
+def _meeting_blocks(visible: Visible, num_queries: int, sinks_beside: int) -> Blocks:
     """Return the blocks in which some query sees some key; every query may see the sinks kept beside k."""
     tail = (0, -(visible.since.shape[1] + sinks_beside) % _BLOCK_SIZE)
     # A key that no query sees: an interval that meets no block.
@@ -139,7 +139,7 @@ def _meeting_blocks(visible: _Visible, num_queries: int, sinks_beside: int) -> _
     last = until.unflatten(1, (-1, _BLOCK_SIZE)).amax(-1)[:, None]
     begin = torch.arange(0, num_queries, _BLOCK_SIZE, device=since.device)[:, None]
     meets = (first < begin + _BLOCK_SIZE) & (last >= begin)
-    return _Blocks(*_in_order(meets[:, None]), *_in_order(meets[:, None].mT))
+    return Blocks(*_in_order(meets[:, None]), *_in_order(meets[:, None].mT))
 
 
 def _in_order(meets: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,30 +164,35 @@ def _attend(
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (since[batch, key] <= query) & (query <= until[batch, key])
 
-    block_mask = BlockMask(
-        seq_lengths=(q.shape[1], k.shape[1]),
-        kv_num_blocks=kv_num_blocks,
-        kv_indices=kv_indices,
-        full_kv_num_blocks=None,
-        full_kv_indices=None,
-        q_num_blocks=q_num_blocks,
-        q_indices=q_indices,
-        full_q_num_blocks=None,
-        full_q_indices=None,
-        BLOCK_SIZE=(_BLOCK_SIZE, _BLOCK_SIZE),
-        mask_mod=sees,
-    )
+    block_mask = block_mask_of(q, k, Blocks(kv_num_blocks, kv_indices, q_num_blocks, q_indices), sees)
     out, auxiliary = flex_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         block_mask=block_mask,
         enable_gqa=True,
-        kernel_options=_SMALL_TILES if q.dtype == torch.float32 else None,
+        kernel_options=SMALL_TILES if q.dtype == torch.float32 else None,
         return_aux=AuxRequest(lse=True),
     )
     assert auxiliary.lse is not None, "it was asked for"
     return out.transpose(1, 2), auxiliary.lse.transpose(1, 2)
+
+
+def block_mask_of(q: Tensor, k: Tensor, blocks: Blocks, sees: Callable[..., Tensor]) -> BlockMask:
+    """Return FlexAttention's mask of queries `[B, Tq, ...]`, keys `[B, T, ...]`, the blocks that meet, and the rule."""
+    return BlockMask(
+        seq_lengths=(q.shape[1], k.shape[1]),
+        kv_num_blocks=blocks.kv_num_blocks,
+        kv_indices=blocks.kv_indices,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        q_num_blocks=blocks.q_num_blocks,
+        q_indices=blocks.q_indices,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(_BLOCK_SIZE, _BLOCK_SIZE),
+        mask_mod=sees,
+    )
 
 
 @functools.cache
@@ -202,5 +207,5 @@ def _fused(*tensors: Tensor) -> tuple[Tensor, Tensor]:
     for x in tensors[:3]:
         # Else a length that happens to equal a number of heads would be taken for it, and be a constant, too.
         torch._dynamo.mark_static(x, [2, 3])
-    with torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS):
+    with torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
         return _compiled()(*tensors)

@@ -66,6 +66,19 @@ class SubquadAttention(nn.Module):
         self.mode = "student"
         self.local_loss: Tensor | None = None
 
+    def start_from_projections(self) -> None:
+        """Set what the mixer takes over from the teacher's projections: a learned feature map's start."""
+        if self.mixer is None or self.mixer.score.features is None:
+            return
+        weights = []
+        for project, heads in (
+            (self.q_proj, self.split.query_heads(self.split.mixed)),
+            (self.k_proj, self.split.mixed),
+        ):
+            by_head = project.weight.detach().unflatten(0, (-1, self.geometry.head_dim))
+            weights.append(by_head[list(heads)].flatten(0, 1))
+        self.mixer.score.features.start_from(*weights)
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -154,10 +167,10 @@ class SubquadAttention(nn.Module):
         if self.mixer is None:
             return self.exact_heads(inputs)
         if not self.split.exact:
-            return self.mixer.finish(*self.mixer.parts(inputs, window_only=window_only)).to(inputs.v.dtype)
+            return self.mixer.finish(self.mixer.parts(inputs, window_only=window_only)).to(inputs.v.dtype)
         exact = self.exact_heads(inputs.select(self.split, self.split.exact))
         mixed = self.mixer.parts(inputs.select(self.split, self.split.mixed), window_only=window_only)
-        out = torch.cat([exact, self.mixer.finish(*mixed).to(exact.dtype)], dim=2)
+        out = torch.cat([exact, self.mixer.finish(mixed).to(exact.dtype)], dim=2)
         order = self.split.query_heads(self.split.exact) + self.split.query_heads(self.split.mixed)
         return out[:, :, torch.tensor(order, device=out.device).argsort()]
 

@@ -37,7 +37,8 @@ def cache_layout(mixer: MixerConfig, geometry: LayerGeometry, dtype: torch.dtype
 
     Returns:
         Buffer name to its spec. `values` and `normaliser` are the recurrent state; `far_*` the stream that waits to
-        leave the window; `window_*` and `sink_*` the exact part; `exact_*` the heads kept as softmax.
+        leave the window; `window_*` and `sink_*` the exact part; `exact_*` the heads kept as softmax; `past_*` keys and
+        values of scores without a state; `conv` and `shift` the last tokens' heads; `num_seen` counts real tokens.
     """
     split, mixed = geometry.split(mixer.exact_kv_heads)
     heads, dim = mixed.num_kv_heads, mixed.head_dim
@@ -52,7 +53,7 @@ def cache_layout(mixer: MixerConfig, geometry: LayerGeometry, dtype: torch.dtype
     if mixer.score == "softmax" or not heads:
         return layout
     if mixer.linear:
-        rows = num_rows(dim, mixer.score_orders())
+        rows = num_rows(mixer.feature_dim or dim, mixer.score_orders())
         layout["values"] = BufferSpec((heads, rows, dim), torch.float32)
         if mixer.normalised:
             layout["normaliser"] = BufferSpec((heads, rows), torch.float32)
@@ -67,6 +68,10 @@ def cache_layout(mixer: MixerConfig, geometry: LayerGeometry, dtype: torch.dtype
     if mixer.conv_width > 1:
         channels = (mixed.num_heads + 2 * heads) * dim
         layout["conv"] = BufferSpec((mixer.conv_width - 1, channels), dtype)
+    if mixer.kv_shift:
+        layout["shift"] = BufferSpec((1, 2 * heads, dim), dtype)
+    if mixer.counts_tokens:
+        layout["num_seen"] = BufferSpec((), torch.int64)
     if mixer.window:
         layout.update(_window_layout(mixer, heads, dim, dtype))
     return layout
@@ -78,7 +83,6 @@ def _window_layout(mixer: MixerConfig, heads: int, dim: int, dtype: torch.dtype)
         "window_keys": stream,
         "window_values": stream,
         "window_valid": BufferSpec((mixer.window,), torch.bool),
-        "num_seen": BufferSpec((), torch.int64),
     }
     if far_stream_differs(mixer):
         layout.update(far_keys=stream, far_values=stream)
@@ -92,7 +96,8 @@ def _window_layout(mixer: MixerConfig, heads: int, dim: int, dtype: torch.dtype)
 
 def far_stream_differs(mixer: MixerConfig) -> bool:
     """Return whether the far part's k and v differ from the window's, so that both wait in the cache."""
-    return mixer.conv_width > 1 or mixer.rope == "drop" or mixer.value_step != "none"
+    changes_keys = mixer.conv_width > 1 or mixer.kv_shift or mixer.qk_norm or mixer.rope == "drop"
+    return changes_keys or mixer.value_step != "none"
 
 
 def cache_bytes(mixer: MixerConfig, geometry: LayerGeometry, batch_size: int, seq_len: int, dtype: torch.dtype) -> int:

@@ -25,23 +25,26 @@ class MixerConfig(BaseModel):
         score: `power` is `x**order`, `taylor` is `sum_{i<=order} x**i / i!`, `exp` is `e**x`, `softmax` keeps the
             teacher's own attention untouched.
         order: degree of `power` and `taylor`; linear time up to 2, quadratic above (at most 10).
-        feature_map: applied to q and k before the score.
+        feature_map: applied to q and k after RoPE, before the score: `feature_maps.py`.
         feature_dim: width of a learned feature map (`feature_map="learned"` only).
-        scale: factor on q.k before the score; None is `head_dim ** -0.5`.
-        score_clamp: upper bound of the score of `exp`, None for no bound.
-        decay: form of the per-token, per-key/value-head decay.
+        scale: factor on q.k before the score; None is `head_dim ** -0.5` (`feature_dim ** -0.5` with a learned map).
+        score_clamp: upper bound of x in the score of `exp`, None for no bound.
+        decay: form of the per-token, per-key/value-head decay: `decay.py`.
         decay_timescale: (shortest, longest) start of the decay's time constant in tokens, log-spaced over the heads;
-            None is (64, context length). The start weight is zero, so the start does not depend on the token.
+            None is (64, context length), and sixteen context lengths for an `exp` score, which starts as its teacher.
+            The start weight is zero, so the start does not depend on the token.
         conv_width: width of the depthwise causal convolution on q, k, v before RoPE; 1 is none. Identity at start.
             With a window it acts on the far part only, so that the window stays exact.
-        conv_activation: activation after the convolution.
-        value_step: factor on v: `softplus(W x + b)` per key/value head, or Cottention's `s ** -sigmoid(m)`.
-        normaliser: `sum` divides by the sum of weights, `rms` is an RMS norm over the concatenated heads, the `head_*`
-            ones normalise the numerator per head, `count` divides by the number of visible tokens.
+        conv_activation: activation after the convolution; SiLU has no identity start.
+        value_step: factor on v: `softplus(W x + b)` per key/value head (with `decay: mamba2` the decay's own dt), or
+            Cottention's `s ** -sigmoid(m)`.
+        normaliser: `sum` divides by the sum of weights, `rms` is an RMS norm over the concatenated heads (`gated_rms`
+            of the gated output), the `head_*` ones normalise the numerator per head, `count` divides by the number of
+            visible tokens.
         output_gate: gate on the mixer's output, from the layer's input.
-        skip: learned per-head skip connection from v.
-        qk_norm: RMS norm on q and k.
-        kv_shift: data-dependent token shift on k and v (Forgetting Transformer Pro).
+        skip: learned per-head skip connection from v, 0 at the start.
+        qk_norm: RMS norm on q and k before RoPE; it has no identity start.
+        kv_shift: data-dependent token shift on k and v before the convolution (Forgetting Transformer Pro).
         rope: whether the mixer's q and k carry the teacher's rotary embedding (a window always does).
         offset: learned per-head constant c added to the score before a power: `(x + c) ** order`.
         temperature: learned per-head factor on the score.
@@ -111,27 +114,73 @@ class MixerConfig(BaseModel):
                 )
         if self.sinks and not self.window:
             problems.append(f"sinks: {self.sinks} needs window > 0: sinks share the window's softmax")
+        if self.feature_map == "learned" and self.qk_maps:
+            problems.append("qk_maps: true beside feature_map: learned, which has maps of its own")
+        if self.conv_activation != "none" and self.conv_width == 1:
+            problems.append(
+                f"conv_activation: {self.conv_activation} follows the convolution, which conv_width: 1 leaves out"
+            )
+        if self.normaliser == "gated_rms" and self.output_gate == "none":
+            problems.append("normaliser: gated_rms is an RMS norm of the gated output; it needs an output_gate")
+        if self.window:
+            problems += self._impossible_with_window()
+        if self.score == "exp":
+            problems += self._impossible_with_exp()
+        if self.score == "softmax":
+            problems += self._impossible_with_softmax()
         if len(set(self.exact_kv_heads)) != len(self.exact_kv_heads):
             problems.append(f"exact_kv_heads has duplicates: {list(self.exact_kv_heads)}")
         return problems
 
+    def _impossible_with_window(self) -> list[str]:
+        problems = []
+        if self.normaliser == "count":
+            problems.append("normaliser: count counts every visible token; it needs window: 0")
+        if self.skip:
+            problems.append("skip: true adds the token itself, which a window has already; it needs window: 0")
+        return problems
+
+    def _impossible_with_exp(self) -> list[str]:
+        problems = []
+        if self.window:
+            problems.append(f"window: {self.window} with score: exp: an exp score is exact already; use window: 0")
+        if self.order != LINEAR_MAX_ORDER:
+            problems.append(f"order: {self.order} is for score: power and taylor (got score: exp)")
+        if self.normaliser in ("none", "rms", "gated_rms"):
+            problems.append(
+                f"normaliser: {self.normaliser} with score: exp would mix heads whose sums of e^x differ by orders of "
+                "magnitude; use sum, head_l2, head_rms, head_layer or count"
+            )
+        if self.normaliser == "count" and self.score_clamp is None:
+            problems.append("normaliser: count with score: exp needs score_clamp (5.0 in the paper): e^x overflows")
+        if self.precision != "default":
+            problems.append(f"precision: {self.precision} is for score: power and taylor (got score: exp)")
+        return problems
+
+    def _impossible_with_softmax(self) -> list[str]:
+        default = type(self).model_fields
+        changed = [name for name in default if name != "score" and getattr(self, name) != default[name].default]
+        if not changed:
+            return []
+        return [f"score: softmax leaves the layer as it is, so these have no effect: {', '.join(changed)}"]
+
     def not_built(self) -> list[str]:
         """Return the parts of this config that have no implementation yet (empty when it can run)."""
-        parts = []
-        if self.score == "exp":
-            parts.append("score: exp")
-        for name, built in _BUILT.items():
-            value = getattr(self, name)
-            if value not in built:
-                parts.append(f"{name}: {str(value).lower()}")
-        if self.score_clamp is not None:
-            parts.append("score_clamp")
-        return parts
+        return [
+            f"{name}: {str(getattr(self, name)).lower()}"
+            for name, built in _BUILT.items()
+            if getattr(self, name) not in built
+        ]
 
     @property
     def linear(self) -> bool:
         """Whether the far part has a fixed-size state (score of degree at most 2)."""
         return self.score in ("power", "taylor") and self.order <= LINEAR_MAX_ORDER
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a token's position in its document matters, so that a cache counts the tokens seen."""
+        return self.window > 0 or self.value_step == "position" or self.normaliser == "count"
 
     @property
     def normalised(self) -> bool:
@@ -146,15 +195,6 @@ class MixerConfig(BaseModel):
 
 
 _BUILT: dict[str, tuple[object, ...]] = {
-    "feature_map": ("identity",),
-    "decay": ("none", "softplus"),
-    "conv_activation": ("none",),
-    "value_step": ("none", "softplus"),
-    "normaliser": ("sum", "none", "rms"),
-    "output_gate": ("none",),
-    "skip": (False,),
-    "qk_norm": (False,),
-    "kv_shift": (False,),
     "causal": (True,),
 }
 

@@ -1,4 +1,8 @@
-"""Per-token decay and value step, one number per key/value head, from the layer's input."""
+"""Per-token decays, one number per key/value head, from the layer's input.
+
+The papers train from scratch and start by forgetting within ten tokens, which is fatal for pretrained weights: here
+every decay starts with `W = 0` and a time constant T per head, `a = exp(-1 / T)`, whatever its form.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from torch.nn import functional
 class SoftplusDecay(nn.Module):
     """`log a_t = -softplus(W x_t + b)` per key/value head (2Mamba [C]), independent of the token at the start.
 
-    The papers start at a = 0.5, which forgets everything within ten tokens and is fatal for pretrained weights; here
-    `W = 0` and `b` is set so that `a = exp(-1 / T)` with time constants T log-spaced over the heads.
+    The papers start at a = 0.5; here `W = 0` and `b` is set so that `a = exp(-1 / T)` with time constants T log-spaced
+    over the heads.
 
     Attributes:
         weight: `[num_kv_heads, hidden_size]` float32.
@@ -36,52 +40,111 @@ class SoftplusDecay(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set W to 0 and the time constants log-spaced between the two ends of `timescale`."""
-        short, long = self.timescale
         with torch.no_grad():
             self.weight.zero_()
-            self.bias.copy_(timescale_bias(torch.logspace(math.log10(short), math.log10(long), self.bias.numel())))
+            self.set_timescale(log_spaced(self.timescale, self.bias.numel()))
+
+    @torch.no_grad()
+    def set_timescale(self, timescale: Tensor) -> None:
+        """Set the time constant `[num_kv_heads]` in tokens, > 0, inf for no decay, as long as W is 0."""
+        self.bias.copy_(timescale_bias(timescale))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return `log_decay` `[B, T, num_kv_heads]`, natural log, <= 0, float32, from `[B, T, hidden_size]`."""
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            return -functional.softplus(
-                functional.linear(hidden_states.float(), self.weight.float(), self.bias.float())
-            )
+        return -functional.softplus(_linear(self, hidden_states))
 
 
-def timescale_bias(timescale: Tensor) -> Tensor:
-    """Return the bias b with `exp(-softplus(b)) = exp(-1 / timescale)`; `timescale` > 0 in tokens, inf is no decay."""
-    return torch.log(torch.expm1(1.0 / timescale)).clamp(min=-20.0)
+class LogSigmoidDecay(SoftplusDecay):
+    """`log a_t = logsigmoid(W x_t + b)` per key/value head (Forgetting Transformer [E]).
+
+    This is the softplus form with the signs of W and b turned, `logsigmoid(u) = -softplus(-u)`: a large b forgets
+    nothing. [E] has one gate per query head, which is the same without grouped queries.
+    """
+
+    @torch.no_grad()
+    def set_timescale(self, timescale: Tensor) -> None:
+        """Set the time constant `[num_kv_heads]` in tokens, > 0, inf for no decay, as long as W is 0."""
+        self.bias.copy_(-timescale_bias(timescale))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return `log_decay` `[B, T, num_kv_heads]`, natural log, <= 0, float32, from `[B, T, hidden_size]`."""
+        return functional.logsigmoid(_linear(self, hidden_states))
 
 
-class SoftplusValueStep(nn.Module):
-    """`v_t <- softplus(W x_t + b) * v_t` per key/value head (Mamba-2S [C]); a factor of 1 at the start.
+class Mamba2Decay(nn.Module):
+    """`a_t = exp(-exp(A_log) dt_t)` with `dt_t = softplus(W x_t + b)` per key/value head (Mamba-2 [D]).
+
+    With `value_step: softplus` the same dt scales the values, `v_t <- dt_t v_t`, as the discretisation has it. [D]
+    starts with dt in 0.001 ... 0.1 and A in 1 ... 16; here dt starts at 1, so that pretrained values are kept, and
+    `exp(A_log) = 1 / T` sets the time constants T, log-spaced over the heads.
 
     Attributes:
         weight: `[num_kv_heads, hidden_size]` float32, 0 at the start.
         bias: `[num_kv_heads]` float32, log(e - 1) at the start.
+        log_rate: `[num_kv_heads]` float32, A_log; `-log T` at the start.
     """
 
-    def __init__(self, hidden_size: int, num_kv_heads: int) -> None:
+    def __init__(self, hidden_size: int, num_kv_heads: int, timescale: tuple[float, float]) -> None:
         """Create the start.
 
         Args:
             hidden_size: width of the layer's input.
-            num_kv_heads: factors per token.
+            num_kv_heads: decays per token.
+            timescale: (shortest, longest) time constant in tokens.
         """
         super().__init__()
+        self.timescale = timescale
         self.weight = nn.Parameter(torch.zeros(num_kv_heads, hidden_size))
         self.bias = nn.Parameter(torch.zeros(num_kv_heads))
+        self.log_rate = nn.Parameter(torch.zeros(num_kv_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set a factor of one for every token."""
+        """Set dt to 1 for every token and the time constants log-spaced between the two ends of `timescale`."""
         with torch.no_grad():
             self.weight.zero_()
             self.bias.fill_(math.log(math.expm1(1.0)))
+            self.set_timescale(log_spaced(self.timescale, self.bias.numel()))
 
-    def forward(self, v: Tensor, hidden_states: Tensor) -> Tensor:
-        """Return v `[B, T, num_kv_heads, value_head_dim]` scaled per token and head, same dtype."""
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            step = functional.softplus(functional.linear(hidden_states.float(), self.weight.float(), self.bias.float()))
-        return v * step[..., None].to(v.dtype)
+    @torch.no_grad()
+    def set_timescale(self, timescale: Tensor) -> None:
+        """Set the time constant `[num_kv_heads]` in tokens, > 0, inf for no decay, as long as dt is 1."""
+        self.log_rate.copy_(-timescale.log().clamp(max=-_LOWEST_BIAS))
+
+    def step(self, hidden_states: Tensor) -> Tensor:
+        """Return dt `[B, T, num_kv_heads]`, > 0, float32, from `[B, T, hidden_size]`."""
+        return functional.softplus(_linear(self, hidden_states))
+
+    def of_step(self, step: Tensor) -> Tensor:
+        """Return `log_decay` `[B, T, num_kv_heads]`, natural log, <= 0, float32, of dt."""
+        return -self.log_rate.to(step.dtype).exp() * step
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return `log_decay` `[B, T, num_kv_heads]`, natural log, <= 0, float32, from `[B, T, hidden_size]`."""
+        return self.of_step(self.step(hidden_states))
+
+
+Decay = SoftplusDecay | Mamba2Decay
+DECAYS: dict[str, type[SoftplusDecay] | type[Mamba2Decay]] = {
+    "softplus": SoftplusDecay,
+    "logsigmoid": LogSigmoidDecay,
+    "mamba2": Mamba2Decay,
+}
+# Where no decay is asked for: e^-20 per token is nothing over any context, and still finite.
+_LOWEST_BIAS = -20.0
+
+
+def timescale_bias(timescale: Tensor) -> Tensor:
+    """Return the bias b with `exp(-softplus(b)) = exp(-1 / timescale)`; `timescale` > 0 in tokens, inf is no decay."""
+    return torch.log(torch.expm1(1.0 / timescale)).clamp(min=_LOWEST_BIAS)
+
+
+def log_spaced(timescale: tuple[float, float], count: int) -> Tensor:
+    """Return `[count]` time constants, log-spaced from the shortest to the longest."""
+    return torch.logspace(math.log10(timescale[0]), math.log10(timescale[1]), count)
+
+
+def _linear(module: SoftplusDecay | Mamba2Decay, hidden_states: Tensor) -> Tensor:
+    """Return `W x + b` `[B, T, num_kv_heads]` in float32, also under autocast."""
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        return functional.linear(hidden_states.float(), module.weight.float(), module.bias.float())

@@ -2,27 +2,71 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
-from subquad.kernels import PolyAttentionOutput, PolyState, WindowOutput, poly_attention
+from subquad.kernels import PolyState, WindowOutput, exp_attention, poly_attention
 from subquad.layers.cache import far_stream_differs
 from subquad.layers.config import MixerConfig
 from subquad.layers.conv import CausalConv
-from subquad.layers.decay import SoftplusDecay, SoftplusValueStep
+from subquad.layers.decay import DECAYS, Decay, Mamba2Decay
+from subquad.layers.gates import OutputGate, TokenShift
 from subquad.layers.geometry import LayerGeometry
 from subquad.layers.inputs import Buffers, HeadInputs
-from subquad.layers.score import PolynomialScore
-from subquad.layers.stream import FarStream, WindowStream, past_stream, remember_stream, reset_at_documents
+from subquad.layers.norms import QKNorm, head_norm, rms_over_heads
+from subquad.layers.score import ScoreMap
+from subquad.layers.stream import (
+    FarStream,
+    WindowStream,
+    count_tokens,
+    past_stream,
+    remember_stream,
+    reset_at_documents,
+)
+from subquad.layers.value_step import PositionValueStep, SoftplusValueStep
 
 DEFAULT_SHORTEST_TIMESCALE = 64.0
+# An exp score starts as its teacher: after this many contexts a token still counts e^-1.
+EXP_TIMESCALE_CONTEXTS = 16.0
 # Sums of squared scores over hundreds of keys reach 1e4: e^-14 keeps a fresh far part at a hundredth of the window.
 START_LOG_MIX = -14.0
 # An output that an RMS norm has given unit size needs less.
 START_LOG_MIX_UNSHARED = -6.0
 # Scores of odd degree can be negative, and so can their sum: below this the shared normaliser is not trusted.
 MIN_SHARED_NORMALISER = 0.1
-RMS_EPS = 1e-6
+_NORMS_OVER_HEADS = ("rms", "gated_rms")
+_HEAD_NORMS = ("head_l2", "head_rms", "head_layer")
+
+
+class MixerParts(NamedTuple):
+    """What `Mixer.finish` joins.
+
+    Attributes:
+        far: `[B, T, num_heads, head_dim]`, the far part's weighted mean where the pure mixer divides by the sum of
+            weights or by the count, else its numerator in float32; None where nothing left the window.
+        mass: `[B, T, num_heads]`, the far part's sum of weights; None where no window shares it.
+        near: the window; None for the pure mixer.
+        skip: `[B, T, num_heads, head_dim]`, what the skip connection adds, or None.
+        gate: `[B, T, num_heads, head_dim]`, factors on the output, or None.
+    """
+
+    far: Tensor | None
+    mass: Tensor | None
+    near: WindowOutput | None
+    skip: Tensor | None = None
+    gate: Tensor | None = None
+
+
+class _Far(NamedTuple):
+    """The far part's inputs, not yet delayed; `v` has its value step, `skipped` is v before it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    skipped: Tensor
 
 
 class Mixer(nn.Module):
@@ -31,12 +75,18 @@ class Mixer(nn.Module):
     Attributes:
         config: the parts this mixer has.
         geometry: sizes of the converted heads only.
-        score: temperature, offset and q/k maps.
+        score: temperature, offset, q/k maps and feature map.
+        shift: token shift of k and v, or None.
         conv: causal convolution of the stream, or None.
+        qk_norm: RMS norm of q and k, or None.
         decay: per-token decay, or None.
-        value_step: per-token factor on v, or None.
+        value_step: factor on v, or None (with `decay: mamba2` the softplus step is the decay's).
         log_mix: `[num_heads]` float32, log weight of the far part against the window; None without a window.
-        norm_weight: `[num_heads * head_dim]` float32 of the RMS norm, or None.
+        norm_weight: `[num_heads * head_dim]` float32 of the output's norm, or None.
+        norm_bias: the same of a layer norm, or None.
+        skip: `[num_heads]` float32, D of Mamba-2 [D]: `y_t <- y_t + D v_t` (v before its step), 0 at the start, since
+            softmax has no skip; or None.
+        gate: output gate, or None.
     """
 
     def __init__(self, config: MixerConfig, geometry: LayerGeometry, context_length: int) -> None:
@@ -50,14 +100,30 @@ class Mixer(nn.Module):
         super().__init__()
         self.config = config
         self.geometry = geometry
-        heads, kv_heads, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
-        self.score = PolynomialScore(config, geometry)
-        self.conv = CausalConv((heads + 2 * kv_heads) * dim, config.conv_width) if config.conv_width > 1 else None
-        timescale = config.decay_timescale or (DEFAULT_SHORTEST_TIMESCALE, max(float(context_length), 64.0))
-        self.decay = SoftplusDecay(geometry.hidden_size, kv_heads, timescale) if config.decay == "softplus" else None
-        self.value_step = SoftplusValueStep(geometry.hidden_size, kv_heads) if config.value_step == "softplus" else None
+        heads, kv_heads, dim, hidden = (
+            geometry.num_heads,
+            geometry.num_kv_heads,
+            geometry.head_dim,
+            geometry.hidden_size,
+        )
+        self.score = ScoreMap(config, geometry)
+        self.shift = TokenShift(hidden, kv_heads) if config.kv_shift else None
+        channels = (heads + 2 * kv_heads) * dim
+        width = config.conv_width
+        self.conv = CausalConv(channels, width, config.conv_activation) if width > 1 else None
+        self.qk_norm = QKNorm(heads, kv_heads, dim) if config.qk_norm else None
+        self.decay: Decay | None = None
+        if config.decay != "none":
+            self.decay = DECAYS[config.decay](hidden, kv_heads, start_timescale(config, context_length))
+        own_step = config.value_step == "softplus" and config.decay != "mamba2"
+        self.value_step = SoftplusValueStep(hidden, kv_heads) if own_step else None
+        self.position_step = PositionValueStep(kv_heads) if config.value_step == "position" else None
         self.log_mix = nn.Parameter(torch.zeros(heads)) if config.window else None
-        self.norm_weight = nn.Parameter(torch.ones(heads * dim)) if config.normaliser == "rms" else None
+        normed = config.normaliser in (*_NORMS_OVER_HEADS, *_HEAD_NORMS)
+        self.norm_weight = nn.Parameter(torch.ones(heads * dim)) if normed else None
+        self.norm_bias = nn.Parameter(torch.zeros(heads * dim)) if config.normaliser == "head_layer" else None
+        self.skip = nn.Parameter(torch.zeros(heads)) if config.skip else None
+        self.gate = None if config.output_gate == "none" else OutputGate(config.output_gate, geometry)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -67,10 +133,11 @@ class Mixer(nn.Module):
                 self.log_mix.fill_(START_LOG_MIX if self.config.normalised else START_LOG_MIX_UNSHARED)
             if self.norm_weight is not None:
                 self.norm_weight.fill_(1.0)
+            for parameter in (self.norm_bias, self.skip):
+                if parameter is not None:
+                    parameter.zero_()
 
-    def parts(
-        self, inputs: HeadInputs, *, window_only: bool = False
-    ) -> tuple[PolyAttentionOutput | None, WindowOutput | None]:
+    def parts(self, inputs: HeadInputs, *, window_only: bool = False) -> MixerParts:
         """Compute the far part and the window, before they are joined.
 
         Args:
@@ -78,14 +145,25 @@ class Mixer(nn.Module):
             window_only: leave the far part out of the result and of the cache.
 
         Returns:
-            The far part (None where nothing left the window) and the window (None for the pure mixer).
+            Everything `finish` needs.
         """
         config, buffers = self.config, inputs.buffers
+        gate = None if self.gate is None else self.gate(inputs.hidden_states).view(inputs.q.shape)
+        rank = count_tokens(inputs) if config.counts_tokens else None
         if not config.window:
-            q, k, v, log_decay = self._far_inputs(inputs)
-            written = FarStream(k, v, reset_at_documents(log_decay, inputs.sequence, k), inputs.real())
-            return self._attend(q, written, buffers), None
-        stream = WindowStream(inputs, config.window, config.sinks)
+            far = self._far_inputs(inputs, rank)
+            written = FarStream(far.k, far.v, far.log_decay, inputs.real())
+            if config.score == "exp":
+                out, mass = self._attend_exactly(far.q, written, inputs), None
+            else:
+                log_decay = reset_at_documents(far.log_decay, inputs.sequence, far.k)
+                out, mass = self._attend(far.q, written._replace(log_decay=log_decay), buffers)
+            if config.normaliser == "count":
+                assert rank is not None, "a count needs positions"
+                out = out / rank.clamp_min(1)[..., None, None].to(out.dtype)
+            return MixerParts(out, mass, None, self._skipped(far.skipped), gate)
+        assert rank is not None, "a window needs positions"
+        stream = WindowStream(inputs, rank, config.window, config.sinks)
         shared = None
         if buffers is not None and not far_stream_differs(config):
             shared = (buffers["window_keys"], buffers["window_values"])
@@ -93,25 +171,55 @@ class Mixer(nn.Module):
         near = stream.near(*rotated, inputs.v)
         # Nobody reads the far part of the control, or without a cache that of a window longer than the input.
         if window_only or (buffers is None and config.window >= inputs.q.shape[1]):
-            return None, near
-        q, k, v, log_decay = self._far_inputs(inputs, rotated)
-        return self._attend(q, stream.delay(k, v, log_decay, shared), buffers), near
+            return MixerParts(None, None, near, gate=gate)
+        far = self._far_inputs(inputs, rank, rotated)
+        out, mass = self._attend(far.q, stream.delay(far.k, far.v, far.log_decay, shared), buffers)
+        return MixerParts(out, mass, near, gate=gate)
 
     def _far_inputs(
-        self, inputs: HeadInputs, rotated: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the far part's q, k, v and log decay, not yet delayed; `rotated` is the teacher's q and k if known."""
+        self, inputs: HeadInputs, rank: Tensor | None, rotated: tuple[Tensor, Tensor] | None = None
+    ) -> _Far:
+        """Return the far part's inputs; `rotated` is the teacher's q and k if known."""
         q, k, v = inputs.q, inputs.k, inputs.v
+        if self.shift is not None:
+            k, v = self._shift(self.shift, inputs)
         if self.conv is not None:
-            q, k, v = self._convolve(self.conv, inputs)
+            q, k, v = self._convolve(self.conv, inputs._replace(q=q, k=k, v=v))
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
         if self.config.rope == "keep":
-            q, k = rotated if rotated is not None and self.conv is None else inputs.rotate(q, k)
+            unchanged = self.shift is None and self.conv is None and self.qk_norm is None
+            q, k = rotated if rotated is not None and unchanged else inputs.rotate(q, k)
+        skipped, hidden_states = v, inputs.hidden_states
+        log_decay = step = None
+        if isinstance(self.decay, Mamba2Decay):
+            step = self.decay.step(hidden_states)
+            log_decay = self.decay.of_step(step)
+            step = step if self.config.value_step == "softplus" else None
+        elif self.decay is not None:
+            log_decay = self.decay(hidden_states)
         if self.value_step is not None:
-            v = self.value_step(v, inputs.hidden_states)
-        log_decay = None if self.decay is None else self.decay(inputs.hidden_states)
+            step = self.value_step(hidden_states)
+        if self.position_step is not None:
+            assert rank is not None, "a position step needs positions"
+            step = self.position_step(rank)
+        if step is not None:
+            v = v * step[..., None].to(v.dtype)
         if log_decay is not None and inputs.sequence.real is not None:
             log_decay = log_decay.masked_fill(~inputs.sequence.real[..., None], 0.0)
-        return q, k, v, log_decay
+        return _Far(q, k, v, log_decay, skipped)
+
+    def _shift(self, shift: TokenShift, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
+        """Return shifted k and v, remembering the last token."""
+        kv = torch.cat([inputs.k, inputs.v], dim=2)
+        if inputs.sequence.real is not None:
+            kv = kv * inputs.sequence.real[..., None, None].to(kv.dtype)
+        past = torch.zeros_like(kv[:, :1])
+        if inputs.buffers is not None:
+            past = inputs.buffers["shift"].to(kv.dtype)
+            inputs.buffers["shift"] = kv[:, -1:].to(inputs.buffers["shift"].dtype, copy=True)
+        k, v = shift(kv, past, inputs.hidden_states, inputs.sequence.documents).chunk(2, dim=2)
+        return k, v
 
     def _convolve(self, conv: CausalConv, inputs: HeadInputs) -> list[Tensor]:
         heads = (inputs.q, inputs.k, inputs.v)
@@ -124,8 +232,36 @@ class Mixer(nn.Module):
         sizes = [x.shape[2] * x.shape[3] for x in heads]
         return [part.view(x.shape) for part, x in zip(mixed.split(sizes, dim=-1), heads, strict=True)]
 
-    def _attend(self, q: Tensor, written: FarStream, buffers: Buffers | None) -> PolyAttentionOutput:
-        """Run the op on what the T steps write, continuing and updating the cache."""
+    def _skipped(self, v: Tensor) -> Tensor | None:
+        """Return what the skip connection adds to every query head, or None."""
+        if self.skip is None:
+            return None
+        return v.repeat_interleave(self.geometry.group_size, dim=2) * self.skip[:, None].to(v.dtype)
+
+    def _attend_exactly(self, q: Tensor, written: FarStream, inputs: HeadInputs) -> Tensor:
+        """Run the exp score on the T new tokens and all before them.
+
+        A norm per head does not see the division by the sum of weights: only a count needs the numerator itself.
+        """
+        config, buffers = self.config, inputs.buffers
+        everything_real = inputs.sequence.real is None and buffers is None
+        if buffers is not None:
+            remember_stream(buffers, written)
+            written = past_stream(buffers)
+        return exp_attention(
+            self.score.map_queries(q),
+            self.score.map_keys(written.k.to(q.dtype)),
+            written.v.to(q.dtype),
+            written.log_decay,
+            scale=config.scale,
+            clamp=config.score_clamp,
+            valid=None if everything_real else written.weight,
+            documents=inputs.sequence.documents,
+            normalize=config.normaliser != "count",
+        )
+
+    def _attend(self, q: Tensor, written: FarStream, buffers: Buffers | None) -> tuple[Tensor, Tensor]:
+        """Run the op on what the T steps write, continuing and updating the cache; return its output and mass."""
         config = self.config
         state = None
         if buffers is not None and config.linear:
@@ -152,29 +288,51 @@ class Mixer(nn.Module):
             buffers["values"] = far.final_state.values
             if "normaliser" in buffers:
                 buffers["normaliser"] = far.final_state.normaliser
-        return far
+        return far.out, far.normaliser
 
-    def finish(self, far: PolyAttentionOutput | None, near: WindowOutput | None) -> Tensor:
-        """Normalise the far part and join it with the window.
+    def finish(self, parts: MixerParts) -> Tensor:
+        """Normalise the far part, join it with the window, and gate the result.
 
         Args:
-            far: the far part, None for the window alone.
-            near: the window, None for the pure mixer.
+            parts: from `parts`.
 
         Returns:
             `[B, T, num_heads, head_dim]`; float32 where the far part's numerator is not divided by the sum of weights.
         """
-        if far is None:
-            assert near is not None, "a mixer has a window or a far part"
-            return near.out
-        out = far.out if self.norm_weight is None else _rms_norm(far.out, self.norm_weight)
-        if near is None:
+        out = None if parts.far is None else self._normalise(parts.far, parts)
+        if parts.near is not None:
+            out = self._join(out, parts)
+        assert out is not None, "a mixer has a window or a far part"
+        if parts.gate is None or self.config.normaliser == "gated_rms":
             return out
+        return out * parts.gate.to(out.dtype)
+
+    def _normalise(self, out: Tensor, parts: MixerParts) -> Tensor:
+        """Apply norm and skip to the far part. A norm over the heads is of their sum with the skip, as in Mamba-2."""
+        kind = self.config.normaliser
+        if self.norm_weight is not None and kind in _HEAD_NORMS:
+            out = head_norm(kind, out, self.norm_weight, self.norm_bias)
+        if parts.skip is not None:
+            out = out + parts.skip.to(out.dtype)
+        if kind == "gated_rms":
+            assert parts.gate is not None, "a gated norm has a gate"
+            out = out * parts.gate.to(out.dtype)
+        if self.norm_weight is not None and kind in _NORMS_OVER_HEADS:
+            out = rms_over_heads(out, self.norm_weight)
+        return out
+
+    def _join(self, out: Tensor | None, parts: MixerParts) -> Tensor:
+        """Join the far part with the window."""
+        near = parts.near
+        assert near is not None, "there is a window"
+        if out is None:
+            return near.out
         assert self.log_mix is not None, "a mixer with a window weighs its far part"
         if not self.config.normalised:
             return near.out + self.log_mix.exp()[:, None].to(out.dtype) * out
         near_mass, far_unit = self._units(near)
-        total = (near_mass + far_unit * far.normaliser).clamp_min(MIN_SHARED_NORMALISER)
+        assert parts.mass is not None, "a shared normaliser needs the far part's mass"
+        total = (near_mass + far_unit * parts.mass).clamp_min(MIN_SHARED_NORMALISER)
         joined = near_mass[..., None] * near.out + far_unit[..., None] * out
         return (joined / total[..., None]).to(near.out.dtype)
 
@@ -189,28 +347,30 @@ class Mixer(nn.Module):
         largest = torch.maximum(near.log_normaliser, log_mix)
         return (near.log_normaliser - largest).exp(), (log_mix - largest).exp()
 
-    def far_share(self, far: PolyAttentionOutput | None, near: WindowOutput | None) -> Tensor | None:
+    def far_share(self, parts: MixerParts) -> Tensor | None:
         """Return the far part's share of the attention mass.
 
         Args:
-            far: the far part, None for the window alone.
-            near: the window, None for the pure mixer.
+            parts: from `parts`.
 
         Returns:
             `[B, T, num_heads]`; below 0 where an odd score's weights sum to less than 0. None where the two share no
             mass: without a window, or without a sum of weights.
         """
+        near = parts.near
         if near is None or not self.config.normalised:
             return None
-        if far is None:
+        if parts.mass is None:
             return torch.zeros_like(near.log_normaliser)
         near_mass, far_unit = self._units(near)
-        far_mass = far_unit * far.normaliser
+        far_mass = far_unit * parts.mass
         return far_mass / (near_mass + far_mass).clamp_min(MIN_SHARED_NORMALISER)
 
 
-def _rms_norm(out: Tensor, weight: Tensor) -> Tensor:
-    """RMS norm over the concatenated heads (Mamba-2S [C])."""
-    flat = out.flatten(2).float()
-    flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + RMS_EPS) * weight.float()
-    return flat.view(out.shape).to(out.dtype)
+def start_timescale(config: MixerConfig, context_length: int) -> tuple[float, float]:
+    """Return the (shortest, longest) start of the decay's time constant in tokens."""
+    if config.decay_timescale is not None:
+        return config.decay_timescale
+    if config.score == "exp":
+        return (EXP_TIMESCALE_CONTEXTS * context_length,) * 2
+    return DEFAULT_SHORTEST_TIMESCALE, max(float(context_length), DEFAULT_SHORTEST_TIMESCALE)

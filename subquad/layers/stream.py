@@ -79,6 +79,22 @@ def gather_sinks(
     return SinkTokens(merged[0], merged[1], first_query)
 
 
+def count_tokens(inputs: HeadInputs) -> Tensor:
+    """Count the real tokens of the document up to each position, continuing and updating the cache's count.
+
+    Args:
+        inputs: the heads; `num_seen` of their cache is updated.
+
+    Returns:
+        `[B, T]` int64, 1 at a document's first real token.
+    """
+    buffers = inputs.buffers
+    rank = inputs.sequence.token_rank(None if buffers is None else buffers["num_seen"], inputs.real())
+    if buffers is not None:
+        buffers["num_seen"] = rank[:, -1].clone()
+    return rank
+
+
 class WindowStream:
     """The exact part of one call: which tokens are sinks, which the window sees, which the far part may take.
 
@@ -88,25 +104,22 @@ class WindowStream:
         valid: `[B, W + T]` bool, `takes` behind that of the W positions before.
     """
 
-    def __init__(self, inputs: HeadInputs, window: int, sinks: int) -> None:
+    def __init__(self, inputs: HeadInputs, rank: Tensor, window: int, sinks: int) -> None:
         """Find the sinks and what may leave the window.
 
         Args:
             inputs: the heads; their cache is updated.
+            rank: `[B, T]` from `count_tokens`.
             window: W, at least 1.
             sinks: S, sinks per document.
         """
         self.window, self.sinks = window, sinks
         self.sequence, self.buffers = inputs.sequence, inputs.buffers
-        buffers = inputs.buffers
-        num_seen = None if buffers is None else buffers["num_seen"]
+        self.rank = rank
         real = inputs.real()
-        self.rank = self.sequence.token_rank(num_seen, real)
-        self.is_sink = real & (self.rank <= sinks)
+        self.is_sink = real & (rank <= sinks)
         self.takes = real & ~self.is_sink
-        if buffers is not None:
-            buffers["num_seen"] = self.rank[:, -1].clone()
-        self.valid = shift_through(self.takes, window, "window_valid", buffers)
+        self.valid = shift_through(self.takes, window, "window_valid", inputs.buffers)
 
     def near(self, q: Tensor, k: Tensor, v: Tensor) -> WindowOutput:
         """Attend exactly to the window and the sinks.

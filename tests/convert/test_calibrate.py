@@ -43,6 +43,29 @@ def test_pure_mixer_and_packed_rows():
     assert all(result.error_after[layer] <= result.error_before[layer] for layer in (0, 1))
 
 
+@pytest.mark.parametrize(
+    "preset", ["linear-identity", "cottention", "softmax-l2", "softmax-layer", "mamba2", "fox-pro", "taylor-elu"]
+)
+def test_pure_systems_find_the_size_of_their_output(preset):
+    teacher = tiny_teacher()
+    mixer = resolve_mixer({"preset": preset, **({"temperature": True} if preset == "taylor-elu" else {})})
+    model = apply_plan(teacher, plan_conversion(teacher.config, mixer))
+    result = calibrate(model, [{"input_ids": tiny_tokens(2, 60)}])
+    assert all(result.error_after[layer] < result.error_before[layer] for layer in (0, 1))
+
+
+def test_a_layer_with_nothing_to_search_is_named_and_left(caplog):
+    teacher = tiny_teacher()
+    model = apply_plan(teacher, plan_conversion(teacher.config, resolve_mixer("fox")))
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    with caplog.at_level("INFO"):
+        result = calibrate(model, [{"input_ids": tiny_tokens(2, 60)}])
+    assert "layers [0, 1] have nothing to search" in caplog.text
+    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+    # An exp score starts as its teacher: nothing is forgotten.
+    assert all(result.error_after[layer] < 1e-3 for layer in (0, 1))
+
+
 def test_nothing_to_calibrate_is_refused():
     teacher = tiny_teacher()
     model = apply_plan(teacher, plan_conversion(teacher.config, resolve_mixer("2mamba"), layers=None))

@@ -90,10 +90,10 @@ def test_all_problems_are_in_one_message():
         "5": resolve_mixer({"preset": "2mamba", "exact_kv_heads": [0, 3]}),
         "6": resolve_mixer({"preset": "2mamba", "exact_kv_heads": [0, 1, 2]}),
         "7": resolve_mixer({"preset": "2mamba", "window": 8193}),
-        "8": resolve_mixer({"score": "exp"}),
+        "8": resolve_mixer({"preset": "based", "feature_dim": 65}),
     }
     with pytest.raises(ConfigError) as caught:
-        plan_conversion(SMOL, resolve_mixer({"preset": "taylor", "qk_norm": True}), layers)
+        plan_conversion(SMOL, resolve_mixer({"preset": "taylor", "causal": False}), layers)
     message = str(caught.value)
     for expected in (
         "layer 1 is named twice: by '0-1' and by '1,2'",
@@ -102,8 +102,8 @@ def test_all_problems_are_in_one_message():
         "5: exact_kv_heads [3] must be between 0 and 2",
         "6: exact_kv_heads names every key/value head",
         "7: window 8193 is longer than the model's context of 8192",
-        "8: score: exp is not built yet",
-        "mixer: qk_norm: true is not built yet",
+        "8: feature_dim 65 is wider than the model's heads of 64",
+        "mixer: causal: false is not built yet",
     ):
         assert expected in message
 
@@ -137,6 +137,11 @@ def test_planning_changes_nothing():
         {"preset": "taylor", "order": 3},
         {"preset": "2mamba", "window": 0},
         {"preset": "2mamba", "exact_kv_heads": [1]},
+        "mamba2",
+        "fox-pro",
+        "softmax-layer",
+        "cottention",
+        {"preset": "based", "feature_dim": 4},
     ],
 )
 def test_added_parameters_are_those_of_the_converted_model(mixer):

@@ -345,3 +345,19 @@ def test_lengths_that_cannot_be():
     ):
         with pytest.raises(ConfigError, match=r"must be (0|1)"):
             call()
+
+
+def test_narrow_features_count_with_their_own_width_and_the_window_with_the_heads():
+    narrow = HeadShape(16, 64, 3, orders=(0, 1, 2))
+    learned = HeadShape(64, 64, 3, orders=(0, 1, 2), feature_dim=16)
+    windowed = HeadShape(64, 64, 3, orders=(0, 1, 2), window=64, sinks=4, feature_dim=16)
+    assert learned.state_numbers == narrow.state_numbers == (1 + 16 + 136) * 64
+    for training in (False, True):
+        plain = chunked_cost(learned, 4096, 256, training=training).flops
+        assert plain == chunked_cost(narrow, 4096, 256, training=training).flops
+        # (d + e) products per pair, and (3 d + 2 e) more backward, for 68 keys of every query.
+        products = 128 + (320 if training else 0)
+        assert chunked_cost(windowed, 4096, 256, training=training).flops - plain == 2 * products * 3 * 4096 * 68
+    # Narrower scores than softmax's pay from the first token on, where no state is written.
+    assert flops_crossover(learned, 256, training=True) == 1
+    assert flops_crossover(HeadShape(64, 64, 3), 256, training=True) > 256

@@ -124,7 +124,7 @@ def test_every_block_with_a_pair_is_listed(name):
     seen = sees(inputs)
     padding = [size for length in (seen.shape[2], seen.shape[1]) for size in (0, -length % 128)]
     needed = functional.pad(seen, padding).unflatten(2, (-1, 128)).unflatten(1, (-1, 128)).any(4).any(2)
-    blocks = window_flex._layout(inputs)[1]
+    blocks = window_flex.layout(inputs)[1]
     from_queries = listed(blocks.kv_num_blocks, blocks.kv_indices)
     assert not (needed & ~from_queries).any()
     assert torch.equal(from_queries, listed(blocks.q_num_blocks, blocks.q_indices).mT)
@@ -135,7 +135,7 @@ def test_blocks_that_meet_are_linear_in_the_length(packed):
     inputs, _ = make_window_case(4096, 4096, 100, sinks=4, widths=(1, 1), heads=(1, 1), batch_size=1)
     if packed:
         inputs = inputs._replace(documents=torch.arange(4096)[None] // 1000)
-    blocks = window_flex._layout(inputs)[1]
+    blocks = window_flex.layout(inputs)[1]
     # Its own block, the one before, and the one with the sinks of its document.
     assert blocks.kv_num_blocks.max() == 3
     assert blocks.kv_num_blocks.sum() == blocks.q_num_blocks.sum()

@@ -23,6 +23,17 @@ def test_all_problems_in_one_message():
         ({"score": "power", "feature_map": "learned"}, ["feature_dim"]),
         ({"score": "power", "score_clamp": 5.0}, ["score_clamp"]),
         ({"score": "power", "exact_kv_heads": (1, 1)}, ["duplicates"]),
+        ({"score": "power", "conv_activation": "silu"}, ["conv_activation: silu", "conv_width: 1"]),
+        ({"score": "power", "normaliser": "gated_rms"}, ["gated_rms", "needs an output_gate"]),
+        ({"score": "power", "normaliser": "count", "window": 8}, ["count", "window: 0"]),
+        ({"score": "power", "skip": True, "window": 8}, ["skip", "window: 0"]),
+        ({"score": "taylor", "feature_map": "learned", "feature_dim": 4, "qk_maps": True}, ["maps of its own"]),
+        ({"score": "exp", "window": 8}, ["window: 8", "an exp score is exact already"]),
+        ({"score": "exp", "order": 3}, ["order: 3", "power and taylor"]),
+        ({"score": "exp", "normaliser": "rms"}, ["normaliser: rms", "head_rms"]),
+        ({"score": "exp", "normaliser": "count"}, ["score_clamp", "overflows"]),
+        ({"score": "exp", "precision": "high"}, ["precision: high", "score: exp"]),
+        ({"score": "softmax", "decay": "softplus", "skip": True}, ["no effect: decay, skip"]),
     ],
 )
 def test_impossible_combinations(parts, words):

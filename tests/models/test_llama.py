@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, pipeline
 from subquad.convert.plan import plan_conversion
 from subquad.convert.surgery import apply_plan
 from subquad.errors import ConfigError
-from subquad.layers import attention_mode, converted_layers, resolve_mixer
+from subquad.layers import PRESETS, attention_mode, converted_layers, resolve_mixer
 from subquad.models import SubquadLlamaConfig, SubquadLlamaForCausalLM
 from tests.tiny_llama import relative_error, tiny_config, tiny_teacher, tiny_tokens
 
@@ -37,6 +37,45 @@ def test_save_and_load_are_bit_equal(tmp_path):
     assert torch.equal(loaded(tiny_tokens()).logits, model(tiny_tokens()).logits)
 
 
+@pytest.mark.parametrize("preset", ["mamba2", "fox-pro", "cottention", "softmax-layer", "based"])
+def test_every_part_is_saved_and_loaded(preset, tmp_path):
+    mixer = {"preset": preset, **({"feature_dim": 6} if preset == "based" else {})}
+    model = student(mixer)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".mixer." in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(tiny_tokens()).logits, model(tiny_tokens()).logits)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {value.dtype for name, value in half.named_parameters() if ".mixer." in name} == {torch.float32}
+    assert relative_error(half(tiny_tokens()).logits.float(), model(tiny_tokens()).logits) < 0.1
+
+
+def test_based_starts_from_the_strongest_pairs_of_the_teacher():
+    teacher = tiny_teacher()
+    with torch.no_grad():
+        # Rotary pairs 1 and 2 of the first key/value head (query heads 0 to 2), 0 and 3 of the second.
+        for head, quiet in ((0, (0, 3)), (1, (1, 2))):
+            for pair in quiet:
+                for row in (pair, pair + 4):
+                    teacher.model.layers[0].self_attn.k_proj.weight[8 * head + row] *= 1e-3
+    plan = plan_conversion(teacher.config, resolve_mixer({"preset": "based", "feature_dim": 4}))
+    layer = converted_layers(apply_plan(teacher, plan))[0]
+    keys = layer.mixer.score.features.key_map.abs().sum(-1).nonzero().tolist()
+    assert keys == [[0, 1], [0, 2], [0, 5], [0, 6], [1, 0], [1, 3], [1, 4], [1, 7]]
+    # All of q . k that is left is in the features, with the teacher's scale.
+    hidden = torch.randn(1, 9, 36)
+    inputs = layer.inputs(hidden, teacher.model.rotary_emb(hidden, torch.arange(9)[None]))
+    q, k = inputs.rotate(inputs.q, inputs.k)
+    features = layer.mixer.score.map_queries(q), layer.mixer.score.map_keys(k)
+    score = torch.einsum("btd,bsd->bts", features[0][:, :, 4], features[1][:, :, 1]) * 4**-0.5
+    expected = torch.einsum("btd,bsd->bts", q[:, :, 4], k[:, :, 1]) * 8**-0.5
+    assert relative_error(score, expected) < 1e-2
+
+
 def test_mixer_parameters_stay_float32(tmp_path):
     student().save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -54,6 +93,26 @@ def test_random_start_from_a_config_is_the_identity_start():
     assert [layer.layer_idx for layer in layers] == [0]
     assert torch.equal(layers[0].mixer.score.key_map[0], torch.eye(8))
     assert torch.equal(layers[0].mixer.conv.weight[:, 1], torch.ones(80))
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "softmax"])
+def test_every_system_trains_from_random_weights(preset):
+    config = SubquadLlamaConfig(**tiny_config().to_dict() | {"model_type": "subquad_llama"})
+    changes = {"feature_dim": 6} if preset == "based" else {}
+    config.mixers = [resolve_mixer({"preset": preset, **changes}).model_dump(mode="json")] * 2
+    torch.manual_seed(0)
+    model = SubquadLlamaForCausalLM(config)
+    ids = tiny_tokens()
+    losses = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(4):
+        loss = model(ids, labels=ids, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
 
 
 def test_wrong_number_of_mixers_is_refused():

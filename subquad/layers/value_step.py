@@ -1,0 +1,82 @@
+"""Factors on v, one per token and key/value head."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+# Cottention's exponent starts at sigmoid(0.5) = 0.62 [B].
+START_POSITION_EXPONENT = 0.5
+
+
+class SoftplusValueStep(nn.Module):
+    """`v_t <- softplus(W x_t + b) * v_t` per key/value head (Mamba-2S [C]); a factor of 1 at the start.
+
+    Attributes:
+        weight: `[num_kv_heads, hidden_size]` float32, 0 at the start.
+        bias: `[num_kv_heads]` float32, log(e - 1) at the start.
+    """
+
+    def __init__(self, hidden_size: int, num_kv_heads: int) -> None:
+        """Create the start.
+
+        Args:
+            hidden_size: width of the layer's input.
+            num_kv_heads: factors per token.
+        """
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_kv_heads, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(num_kv_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set a factor of one for every token."""
+        with torch.no_grad():
+            self.weight.zero_()
+            self.bias.fill_(math.log(math.expm1(1.0)))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the factors `[B, T, num_kv_heads]`, > 0, float32, from `[B, T, hidden_size]`."""
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return functional.softplus(functional.linear(hidden_states.float(), self.weight.float(), self.bias.float()))
+
+
+class PositionValueStep(nn.Module):
+    """`v_s <- v_s / s ** sigmoid(m)` per key/value head (Cottention [B]), s the position of the value's own token.
+
+    s counts the real tokens of the token's own document, from 1: padding does not count, a packed document starts anew,
+    and a cache continues the count. It stands in for a normaliser: the sum over t tokens grows like a power of t.
+
+    Attributes:
+        exponent: `[num_kv_heads]` float32, m; 0.5 at the start, as in [B].
+    """
+
+    def __init__(self, num_kv_heads: int) -> None:
+        """Create the start.
+
+        Args:
+            num_kv_heads: exponents.
+        """
+        super().__init__()
+        self.exponent = nn.Parameter(torch.zeros(num_kv_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the paper's start."""
+        with torch.no_grad():
+            self.exponent.fill_(START_POSITION_EXPONENT)
+
+    def forward(self, rank: Tensor) -> Tensor:
+        """Return the factors `[B, T, num_kv_heads]`, in (0, 1], float32.
+
+        Args:
+            rank: `[B, T]` real tokens of the document up to each position (0 only before its first real token).
+
+        Returns:
+            `rank ** -sigmoid(m)`.
+        """
+        log_rank = rank.clamp_min(1).to(self.exponent.dtype).log()
+        return (-self.exponent.sigmoid() * log_rank[..., None]).exp()

@@ -26,6 +26,7 @@ from subquad.pretrain.run import run_pretrain
 from subquad.pretrain.schema import load_pretrain_recipe
 from subquad.recipes.checkpoint import load_checkpoint
 from subquad.recipes.loader import recipe_to_yaml
+from subquad.recipes.suite import evaluate_suite
 
 from .tiny import SAVE_STEPS, SEQ_LEN, STEPS
 
@@ -56,6 +57,17 @@ def test_run_trains_exports_and_measures(make_recipe):
     assert model.model.layers[0].self_attn.mixer_config == recipe.mixer
     assert load_checkpoint(str(recipe.run_dir / "model")).tokenizer is not None
     assert "trained from random weights" in (recipe.run_dir / "model" / "README.md").read_text()
+
+
+def test_its_checkpoint_is_evaluated_without_a_teacher(make_recipe, tmp_path):
+    recipe = make_recipe(mixer="2mamba")
+    results = run_pretrain(recipe)
+    overrides = [f"loss.text=[{recipe.data.eval.paths[0]}]", f"loss.seq_len={SEQ_LEN}", "loss.tokens=256"]
+    settings = {"config": None, "overrides": overrides, "teacher": None, "others": (), "command": "eval"}
+    found = evaluate_suite(str(recipe.run_dir), ["loss"], output=tmp_path / "evals", **settings)
+    assert found.failures == {}
+    assert [record.model for record in found.records] == ["student"]
+    assert abs(found.records[0].metrics["loss"].value - results.loss.value) < 0.2
 
 
 def test_a_finished_run_is_not_repeated_and_another_recipe_is_refused(make_recipe):

@@ -52,13 +52,14 @@ class MemoryReport:
 def pure_systems() -> dict[str, MixerConfig]:
     """Return every preset but softmax as the papers have it (see `scratch_mixer`), those that are built.
 
-    One that is not built yet is left out with a warning.
+    Of presets that are one system there, such as one with and one without a window, the first is kept. One that is not
+    built yet is left out with a warning.
     """
-    found = {}
+    found: dict[str, MixerConfig] = {}
     for name in PRESETS:
         mixer = scratch_mixer(name)
         assert isinstance(mixer, MixerConfig), "a preset resolves"
-        if mixer.score == "softmax":
+        if mixer.score == "softmax" or mixer in found.values():
             continue
         missing = mixer.not_built()
         if missing:

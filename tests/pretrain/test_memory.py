@@ -37,6 +37,7 @@ def test_pure_systems_have_no_window_and_all_are_built():
     systems = pure_systems()
     assert {"2mamba", "mamba2s", "taylor"} <= systems.keys()
     assert "softmax" not in systems
+    assert len(set(systems.values())) == len(systems)
     assert all(mixer.window == 0 and not mixer.not_built() for mixer in systems.values())
 
 

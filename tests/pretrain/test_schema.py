@@ -32,6 +32,16 @@ def test_what_the_recipe_sets_is_kept():
     assert (mixer.window, mixer.sinks, mixer.rope, mixer.decay_timescale) == (8, 2, "keep", (2, 50))
 
 
+@pytest.mark.parametrize(
+    "decay, timescale",
+    [("softplus", (PAPER_TIMESCALE,) * 2), ("logsigmoid", (PAPER_TIMESCALE,) * 2), ("mamba2", (0.625, 1000.0))],
+)
+def test_every_decay_starts_as_in_its_paper(decay, timescale):
+    assert scratch_mixer({"score": "power", "order": 1, "decay": decay}).decay_timescale == timescale
+    given = scratch_mixer({"score": "power", "order": 1, "decay": decay, "decay_timescale": [3, 9]})
+    assert given.decay_timescale == (3, 9)
+
+
 def test_parts_without_a_preset_keep_the_rotary_embedding():
     assert scratch_mixer({"score": "taylor", "order": 3}).rope == "keep"
     assert scratch_mixer("taylor").rope == "keep"

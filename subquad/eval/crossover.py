@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ LONGEST_MEASURED = 8192
 _SOFTMAX = MixerConfig(score="softmax")
 _COLORS = (BLUE, ORANGE, GREEN, RED, "#CC79A7", "#56B4E9", "#B8860B", GREY)
 _DASHES = ("-", "--", "-.", ":")
+_LABEL_WIDTH = 34
 
 
 @dataclass(frozen=True)
@@ -165,13 +167,13 @@ def systems_table(found: Sequence[SystemMemory]) -> str:
     Returns:
         A table.
     """
+    longest = max(found[0].sizes)
+    heads = ("system", "head_dim", "smaller than the KV cache from (bytes)", "the same in numbers")
     lines = [
-        "| system | head_dim | smaller than the KV cache from (bytes) | the same in numbers | bytes at the longest "
-        "length | KV cache |",
+        "| " + " | ".join((*heads, f"cache at {longest:,} tokens", "KV cache")) + " |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for each in found:
-        longest = max(each.sizes)
         cells = (_tokens(each.crossover), _tokens(each.crossover_numbers), each.sizes[longest], each.kv_sizes[longest])
         shown = (*cells[:2], *(format_bytes(size) for size in cells[2:]))
         lines.append(f"| {each.system} | {each.head_dim} | " + " | ".join(map(str, shown)) + " |")
@@ -228,11 +230,14 @@ def _draw_width(axes: Axes, found: Sequence[SystemMemory]) -> None:
     axes.set_yscale("log", base=2)
     kv_sizes = found[0].kv_sizes
     axes.plot(list(kv_sizes), list(kv_sizes.values()), color=BLACK, linewidth=2.2, label="softmax: key/value cache")
-    for index, each in enumerate(found):
+    alike: dict[tuple[int, ...], list[SystemMemory]] = {}
+    for each in found:
+        alike.setdefault(tuple(each.sizes.values()), []).append(each)
+    for index, systems in enumerate(alike.values()):
+        each = systems[0]
         color, dash = _COLORS[index % len(_COLORS)], _DASHES[index // len(_COLORS) % len(_DASHES)]
-        label = (
-            f"{each.system} (from {_tokens(each.crossover)})" if each.crossover else f"{each.system} (never smaller)"
-        )
+        start = f"from {each.crossover:,}" if each.crossover else "never smaller"
+        label = textwrap.fill(f"{', '.join(system.system for system in systems)} ({start})", _LABEL_WIDTH)
         axes.plot(list(each.sizes), list(each.sizes.values()), color=color, linestyle=dash, linewidth=1.6, label=label)
         axes.plot(each.measured, [each.sizes[n] for n in each.measured], color=color, marker=".", linestyle="none")
         if each.crossover and min(kv_sizes) <= each.crossover <= max(kv_sizes):

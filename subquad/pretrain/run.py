@@ -198,8 +198,10 @@ def run_pretrain(
         if state.is_main_process:
             run.folder.claim(recipe, fresh=not resume)
         state.wait_for_everyone()
+        # by every process: the others wait while the main one trains it, and the main one alone measures
+        tokenizer = run.tokenizer
         if not run.folder.finished("export"):
-            _train_and_export(run)
+            _train_and_export(run, tokenizer)
         if not state.is_main_process:
             return None
         if not run.folder.finished("evaluate"):
@@ -211,7 +213,7 @@ def run_pretrain(
         return load_pretrain_results(run.folder.path)
 
 
-def _train_and_export(run: PretrainRun) -> None:
+def _train_and_export(run: PretrainRun, tokenizer: PreTrainedTokenizerBase | None) -> None:
     # the exported checkpoint is what counts: without it the trained weights are read from their last checkpoint
     model, result = run.trained()
     run.console.print(
@@ -221,7 +223,7 @@ def _train_and_export(run: PretrainRun) -> None:
         facts = {"tokens": result.tokens, "last_loss": result.last_loss}
         run.folder.finish("train", facts, result.wall_s)
         start = time.monotonic()
-        folder = export_student(model, run.tokenizer, run.model_dir, _card(run))
+        folder = export_student(model, tokenizer, run.model_dir, _card(run))
         run.folder.finish("export", {}, time.monotonic() - start, (folder,))
     run.state.wait_for_everyone()
 

@@ -33,7 +33,7 @@ def plot_losses(study: StudyRecipe, arms: Sequence[ArmSummary], path: Path) -> P
     title = f"{study.name}: held-out loss of every arm"
     figure, axes = new_figure(title, "Loss (nats per token, lower is better)", "")
     figure.set_size_inches(8, 1.6 + _ROW_HEIGHT * len(arms))
-    colors = _group_colors(arms)
+    colors = _group_colors([arm for arm in arms if arm.arm != study.reference])
     for row, arm in enumerate(arms):
         assert arm.loss is not None, "plot_losses is for text"
         color = BLACK if arm.arm == study.reference else colors[arm.group]
@@ -48,12 +48,10 @@ def plot_losses(study: StudyRecipe, arms: Sequence[ArmSummary], path: Path) -> P
         handles = [Line2D([], [], color=colors[group], marker="o", linestyle="none", label=group) for group in groups]
         axes.legend(handles=handles, frameon=False, fontsize=9)
     save_figure(figure, path)
-    return Plot(
-        path,
-        title,
-        f"Points are means over seeds, bars one standard deviation, ticks the seeds; the dotted line is "
-        f"{study.label(study.reference)}.",
-    )
+    caption = "Points are means over seeds, bars one standard deviation, ticks the seeds."
+    if any(arm.arm == study.reference for arm in arms):
+        caption += f" The dotted line is {study.label(study.reference)}."
+    return Plot(path, title, caption)
 
 
 def plot_recall(

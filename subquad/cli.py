@@ -8,19 +8,29 @@ from __future__ import annotations
 
 import json
 import logging
-import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from subquad import __version__
+from subquad.cli_common import (
+    FreshOption,
+    JsonOption,
+    OverridesArgument,
+    RecipeArgument,
+    given_command,
+    long_run,
+)
+from subquad.cli_studies import studies_app
 from subquad.errors import ConfigError, SubquadError
+
+if TYPE_CHECKING:
+    from subquad.recipes.fields import Section
 
 logger = logging.getLogger("subquad")
 
@@ -34,7 +44,7 @@ class _Interruptible(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             # what is on disk is always enough to go on from
-            typer.echo(f"\ninterrupted; to continue where it was:\n  {_command()}", err=True)
+            typer.echo(f"\ninterrupted; to continue where it was:\n  {given_command()}", err=True)
             raise typer.Exit(130) from None
 
 
@@ -50,15 +60,9 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(help="List, show and copy the recipes that come with subquad.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
+# without a name: its commands stand beside the others
+app.add_typer(studies_app)
 
-RecipeArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A packaged recipe (`subquad recipes list`) or a .yaml file.")
-]
-OverridesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Values to change, by dotted key: `stage1.tokens=50000`."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output and nothing else there.")]
 CheckpointArgument = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help="A converted checkpoint, such as runs/demo/student.")
 ]
@@ -108,7 +112,7 @@ def _global_options(
 def run(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Remove the earlier run in the output folder first.")] = False,
+    fresh: FreshOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a recipe from the teacher to the report, or continue an interrupted run.
@@ -127,8 +131,8 @@ def run(
     from subquad.recipes.runner import run_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    with _long_run():
-        results = run_recipe(loaded, resume=not fresh, command=_command())
+    with long_run():
+        results = run_recipe(loaded, resume=not fresh, command=given_command())
     if results is None:
         return
     if as_json:
@@ -204,8 +208,8 @@ def convert(
     from subquad.recipes.runner import convert_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    with _long_run():
-        written = convert_recipe(loaded, output, command=_command())
+    with long_run():
+        written = convert_recipe(loaded, output, command=given_command())
     typer.echo(f"Checkpoint: {written}")
 
 
@@ -213,7 +217,7 @@ def convert(
 def distill(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Remove the earlier run in the output folder first.")] = False,
+    fresh: FreshOption = False,
 ) -> None:
     """Run a recipe up to the exported checkpoint, without the final evaluation; `subquad run` then does the rest.
 
@@ -227,8 +231,8 @@ def distill(
     from subquad.recipes.runner import run_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    with _long_run():
-        run_recipe(loaded, resume=not fresh, last_stage="export", command=_command())
+    with long_run():
+        run_recipe(loaded, resume=not fresh, last_stage="export", command=given_command())
     typer.echo(f"Checkpoint: {loaded.run_dir / 'student'}")
 
 
@@ -255,7 +259,10 @@ def evaluate(
         typer.Option("--data-dir", help="Folder with the files of GLUE and other tasks."),
     ] = None,
     teacher: Annotated[str | None, typer.Option("--teacher", help="The teacher; default: the run's.")] = None,
-    against: Annotated[list[str] | None, typer.Option("--against", help="Another checkpoint or run to measure too, as PATH or NAME=PATH.")] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option("--against", help="Another checkpoint or run to measure too, as PATH or NAME=PATH."),
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the records.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -297,7 +304,7 @@ def evaluate(
         raise ConfigError(f"{', '.join(sorted(twice))} is given twice, as an option and as KEY=VALUE; keep one")
     if data_dir is not None:
         chosen += [f"lm_eval.data_dirs={json.dumps([data_dir])}", f"finetune.data_dir={json.dumps(data_dir)}"]
-    with _long_run():
+    with long_run():
         result = evaluate_suite(
             checkpoint,
             names,
@@ -306,7 +313,7 @@ def evaluate(
             teacher=teacher,
             others=against or (),
             output=output,
-            command=_command(),
+            command=given_command(),
         )
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
@@ -421,15 +428,18 @@ def list_recipes(as_json: JsonOption = False) -> None:
 
         subquad recipes list
     """
-    from subquad.recipes.library import packaged_recipes
+    from subquad.recipes.library import KINDS, packaged_recipes
 
-    recipes = packaged_recipes().values()
+    recipes = {kind: packaged_recipes(kind) for kind in KINDS}
     if as_json:
-        typer.echo(json.dumps({recipe.name: recipe.summary for recipe in recipes}, indent=2))
+        found = {name: recipe.summary for of_kind in recipes.values() for name, recipe in of_kind.items()}
+        typer.echo(json.dumps(found, indent=2))
         return
-    width = max(len(recipe.name) for recipe in recipes)
-    for recipe in recipes:
-        typer.echo(f"{recipe.name:<{width}}  {recipe.summary}")
+    width = max(len(name) for of_kind in recipes.values() for name in of_kind)
+    for kind, (_, command) in KINDS.items():
+        typer.echo(f"{command} NAME")
+        for name, recipe in recipes[kind].items():
+            typer.echo(f"  {name:<{width}}  {recipe.summary}")
 
 
 @recipes_app.command("show")
@@ -446,14 +456,24 @@ def show_recipe(
 
         subquad recipes show demo --resolved stage1.tokens=50000
     """
+    from subquad.recipes.library import packaged_recipe
+
     if resolved or overrides:
-        from subquad.recipes.loader import load_recipe, recipe_to_yaml
+        from subquad.recipes.loader import recipe_to_yaml
 
-        typer.echo(recipe_to_yaml(load_recipe(name, overrides or ())), nl=False)
+        typer.echo(recipe_to_yaml(_load_any(name, overrides or ())), nl=False)
     else:
-        from subquad.recipes.library import packaged_recipe
-
         typer.echo(packaged_recipe(name).text, nl=False)
+
+
+def _load_any(source: str, overrides: Sequence[str]) -> Section:
+    """Load a recipe of whatever kind; a file of one's own is a conversion unless its keys say otherwise."""
+    from subquad.pretrain.schema import load_pretrain_recipe
+    from subquad.pretrain.study.schema import load_study
+    from subquad.recipes.loader import load_recipe, recipe_kind
+
+    loaders = {"run": load_recipe, "pretrain": load_pretrain_recipe, "study": load_study}
+    return loaders[recipe_kind(source)](source, overrides)
 
 
 @recipes_app.command("copy")
@@ -477,18 +497,6 @@ def _print_summary(run_folder: Path) -> None:
     from subquad.eval.summary import print_summary
 
     print_summary(load_results(run_folder), run_folder / "report.html")
-
-
-def _command() -> str:
-    """Return the command that was given, without the option that would remove the run it started."""
-    return shlex.join(["subquad", *(word for word in sys.argv[1:] if word != "--fresh")])
-
-
-@contextmanager
-def _long_run() -> Iterator[None]:
-    """Keep standard output for the result."""
-    with redirect_stdout(sys.stderr):
-        yield
 
 
 if __name__ == "__main__":

@@ -21,6 +21,10 @@ class OutputError(SubquadError, RuntimeError):
     """An output folder that cannot be written, or that already holds something else."""
 
 
+class FolderInUseError(OutputError):
+    """A run's folder that another process is working in."""
+
+
 class TaskError(SubquadError, RuntimeError):
     """Tasks of an evaluation that could not be measured; the others were kept."""
 

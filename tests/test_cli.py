@@ -35,7 +35,21 @@ def recipe_file(make_recipe, tmp_path):  # noqa: F811
     return str(path)
 
 
-COMMANDS = ("run", "plan", "mixers", "convert", "distill", "eval", "generate", "report", "doctor", "recipes")
+COMMANDS = (
+    "run",
+    "plan",
+    "mixers",
+    "convert",
+    "distill",
+    "eval",
+    "generate",
+    "report",
+    "doctor",
+    "pretrain",
+    "study",
+    "memory",
+    "recipes",
+)
 
 
 def test_help_lists_every_command(command):
@@ -106,6 +120,17 @@ def test_wrong_usage_exits_with_2(command, arguments, message):
         (("plan", "demo", "convert.mixer=2mmba"), "mixer '2mmba' is unknown"),
         (("plan", "demo", "model.source=absent.gguf"), "absent.gguf"),
         (("recipes", "show", "demmo"), "did you mean 'demo'?"),
+        (("recipes", "show", "theory-order", "--resolved"), "did you mean 'theory-orders'?"),
+        (("run", "theory-orders"), "'theory-orders' is a recipe of another command: subquad study theory-orders"),
+        (("study", "demo"), "'demo' is a recipe of another command: subquad run demo"),
+        (("pretrain", "absent.yaml"), "absent.yaml does not exist"),
+        (("pretrain", "tiny-2mamba", "mixer=2mmba"), "mixer '2mmba' is unknown"),
+        (("pretrain", "tiny-2mamba", "training.token=5"), "unknown key 'token'; did you mean 'tokens'?"),
+        (("study", "theory-recall", "--arms", "sofmax"), "theory-recall has no arm 'sofmax'; arms: mamba2s, 2mamba"),
+        (("study", "theory-recall", "base.training.token=5"), "every arm: training.token: unknown key 'token'"),
+        (("study", "theory-recall", "seeds=[]"), "seeds"),
+        (("memory", "--dtype", "int8"), "dtype must be bfloat16 or float32, got 'int8'"),
+        (("memory", "--head-dim", "7"), "head_dim must be an even number above 0, got 7"),
         (("report", "absent"), "has no results.json"),
         (("generate", "absent", "hello"), "'absent' does not exist"),
     ],
@@ -126,7 +151,7 @@ def test_debug_shows_the_traceback(command):
 
 
 def test_errors_that_are_bugs_are_not_hidden(monkeypatch):
-    def fail() -> None:
+    def fail(kind: str) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr("subquad.recipes.library.packaged_recipes", fail)
@@ -135,7 +160,10 @@ def test_errors_that_are_bugs_are_not_hidden(monkeypatch):
 
 
 def test_recipes_can_be_listed_shown_and_copied(command, tmp_path):
-    assert command("recipes", "list")[1].startswith("demo ")
+    listed = command("recipes", "list")[1]
+    assert "subquad run NAME\n  demo " in listed
+    assert "subquad study NAME\n  theory-components" in listed
+    assert {"demo", "tiny-2mamba", "theory-recall"} <= json.loads(command("recipes", "list", "--json")[1]).keys()
     assert "smollm2-taylor" in json.loads(command("recipes", "list", "--json")[1])
     assert command("recipes", "show", "demo")[1].startswith("# ")
     assert "tokens: 777216" in command("recipes", "show", "demo", "stage1.tokens=777216")[1]

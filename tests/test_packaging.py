@@ -50,7 +50,7 @@ def test_no_module_needs_an_extra_at_import():
 
 
 def test_imports_go_one_way():
-    order = ["kernels", "layers", "models", "convert", "distill", "eval", "recipes", "cli"]
+    order = ["kernels", "layers", "models", "convert", "distill", "eval", "recipes", "pretrain", "cli"]
     # distill and eval stand side by side
     rank = {name: index for index, name in enumerate(order)} | {"eval": order.index("distill")}
     wrong = []

@@ -22,7 +22,7 @@ class ModelCard:
 
     Attributes:
         name: Name of the model.
-        teacher: The checkpoint it was converted from, as the user named it.
+        teacher: The checkpoint it was converted from, as the user named it; None for a model from random weights.
         mixers: Mixer label to number of layers.
         losses: Model label to held-out loss in nats per token, all on the same tokens.
         loss_data: What the held-out text is.
@@ -35,7 +35,7 @@ class ModelCard:
     """
 
     name: str
-    teacher: str
+    teacher: str | None
     mixers: Mapping[str, int]
     losses: Mapping[str, float] = field(default_factory=dict)
     loss_data: str = ""
@@ -52,9 +52,9 @@ def render_model_card(card: ModelCard) -> str:
     header = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["subquad", "linear-attention", "distillation"],
+        tags=["subquad", "linear-attention", *(["distillation"] if card.teacher else [])],
         license=card.license,
-        base_model=card.teacher if _HUB_ID.fullmatch(card.teacher) and not Path(card.teacher).exists() else None,
+        base_model=_hub_id(card.teacher),
     )
     parts = [f"---\n{header.to_yaml()}\n---", f"# {card.name}", _what_it_is(card), _USE]
     parts += [part for part in (_losses(card), _memory(card), _training(card)) if part]
@@ -99,7 +99,14 @@ Without `import subquad`, pass `trust_remote_code=True`; subquad must be install
 
 def _what_it_is(card: ModelCard) -> str:
     mixers = ", ".join(f"{count} × {label}" for label, count in card.mixers.items())
+    if card.teacher is None:
+        return f"A Llama-shaped model trained from random weights by subquad. Attention layers: {mixers}."
     return f"`{card.teacher}` with its softmax attention converted by subquad. Layers: {mixers}."
+
+
+def _hub_id(teacher: str | None) -> str | None:
+    """Return the teacher where it is the name of a model on the hub."""
+    return teacher if teacher and _HUB_ID.fullmatch(teacher) and not Path(teacher).exists() else None
 
 
 def _losses(card: ModelCard) -> str:

@@ -104,8 +104,23 @@ def _memory_rows(
             wanted * seq_len,
         )
     chosen = order(num_rows)[:wanted]
-    columns = {name: pa.FixedSizeListArray.from_arrays(pa.array(rows[name][chosen].ravel()), seq_len) for name in rows}
-    return Dataset(pa.table(columns)).with_format("torch")
+    return rows_dataset({name: column[chosen] for name, column in rows.items()})
+
+
+def rows_dataset(columns: dict[str, np.ndarray]) -> Dataset:
+    """Return rows of equal length as a data set in memory.
+
+    Args:
+        columns: name to integers `[num_rows, seq_len]`.
+
+    Returns:
+        One row each, as torch tensors `[seq_len]` int64.
+    """
+    lists = {
+        name: pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), column.shape[1])
+        for name, column in columns.items()
+    }
+    return Dataset(pa.table(lists)).with_format("torch")
 
 
 def _tokenise_with_progress(

@@ -20,8 +20,11 @@ from subquad.eval.records import SAFE_NAME
 from subquad.layers import converted_layers, resolve_mixer
 from subquad.models import SubquadLlamaConfig
 from subquad.recipes.checkpoint import Checkpoint, load_checkpoint
-from subquad.recipes.loader import load_recipe
+from subquad.recipes.loader import load_recipe, recipe_kind
 from subquad.recipes.run_folder import RECIPE_FILE
+
+# of a conversion, and of a model from random weights
+_CHECKPOINT_DIRS = ("student", "model")
 
 
 def load_contestants(
@@ -45,7 +48,7 @@ def load_contestants(
 
     Returns:
         `teacher`, `window_only` (where every converted layer has a window), `student`, and the others; a checkpoint
-        that has not been converted is alone with the others, as `teacher`.
+        that has not been converted is alone with the others, as `teacher`; one from random weights, as `student`.
 
     Raises:
         ConfigError: Two of them would have one name, or the teacher has another shape than the student.
@@ -53,11 +56,12 @@ def load_contestants(
         DataError: One of them has no tokenizer.
         OutputError: No teacher is given, and the checkpoint lies in no run.
     """
-    folder = _student_of(source)
+    folder = _checkpoint_of(source)
     loaded = load_checkpoint(str(folder) if folder.is_dir() else source, dtype)
     found = []
     if loaded.converted:
-        found = _references(loaded.model, _teacher_of(folder) if teacher is None else teacher, dtype)
+        named = _teacher_of(folder) if teacher is None else teacher
+        found = [] if named is None else _references(loaded.model, named, dtype)
         found.append(_contestant("student", str(folder), loaded))
     else:
         found.append(_contestant("teacher", source, loaded))
@@ -71,11 +75,12 @@ def load_contestants(
     return found + [_contestant(name, path, load_checkpoint(path, dtype)) for name, path in named]
 
 
-def _student_of(source: str) -> Path:
-    """Return the student's folder of a run; any other path as it is."""
+def _checkpoint_of(source: str) -> Path:
+    """Return the checkpoint's folder of a run; any other path as it is."""
     folder = Path(source)
-    student = folder / "student"
-    return student if run_folder_of(source) == folder and student.is_dir() else folder
+    if run_folder_of(source) != folder:
+        return folder
+    return next((folder / name for name in _CHECKPOINT_DIRS if (folder / name).is_dir()), folder)
 
 
 def _named(other: str) -> tuple[str, str]:
@@ -84,9 +89,9 @@ def _named(other: str) -> tuple[str, str]:
     if not equals or Path(other).exists():
         name, path = "", other
     run_folder = run_folder_of(path)
-    folder = _student_of(path)
+    folder = _checkpoint_of(path)
     if not name:
-        of_run = run_folder is not None and folder.resolve() == (run_folder / "student").resolve()
+        of_run = run_folder is not None and folder.name in _CHECKPOINT_DIRS
         name = (run_folder if of_run and run_folder is not None else folder).resolve().name
         # Names become files, so what a file's name had better not hold is replaced.
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).lstrip("-._")
@@ -103,14 +108,16 @@ def run_folder_of(source: str) -> Path | None:
     return next((folder for folder in (Path(source), Path(source).parent) if (folder / RECIPE_FILE).is_file()), None)
 
 
-def _teacher_of(student: Path) -> str:
+def _teacher_of(student: Path) -> str | None:
+    """Return the teacher of the run a checkpoint lies in; None for a model from random weights, which has none."""
     run_folder = run_folder_of(str(student))
     if run_folder is None:
         raise OutputError(
             f"{student} was converted from a teacher that nothing here names (no {RECIPE_FILE} beside it): "
             "give it with --teacher, or evaluate the run's folder."
         )
-    return load_recipe(str(run_folder / RECIPE_FILE)).model.source
+    recipe = run_folder / RECIPE_FILE
+    return None if recipe_kind(recipe) == "pretrain" else load_recipe(str(recipe)).model.source
 
 
 def _references(student: PreTrainedModel, source: str, dtype: torch.dtype) -> list[Contestant]:

@@ -8,8 +8,8 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
-def _whole_number(value: object) -> object:
-    """Read `1e6` and `5e5` as whole numbers: YAML 1.1 hands them over as text."""
+def whole_number(value: object) -> object:
+    """Return `1e6` and `5e5` as whole numbers, since YAML 1.1 hands them over as text; anything else as it is."""
     if isinstance(value, str):
         try:
             number = float(value)
@@ -26,10 +26,10 @@ def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
     return values
 
 
-Count = Annotated[int, BeforeValidator(_whole_number), Field(ge=1)]
+Count = Annotated[int, BeforeValidator(whole_number), Field(ge=1)]
 Ascending = Annotated[tuple[Count, ...], AfterValidator(_ascending)]
-RowLength = Annotated[int, BeforeValidator(_whole_number), Field(ge=8)]
-CountOrZero = Annotated[int, BeforeValidator(_whole_number), Field(ge=0)]
+RowLength = Annotated[int, BeforeValidator(whole_number), Field(ge=8)]
+CountOrZero = Annotated[int, BeforeValidator(whole_number), Field(ge=0)]
 LearningRate = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

@@ -6,9 +6,17 @@ import difflib
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal
 
 from subquad.errors import ConfigError, OutputError
 
+RecipeKind = Literal["run", "pretrain", "study"]
+# folder of each kind, and the command that takes it
+KINDS: dict[RecipeKind, tuple[str, str]] = {
+    "run": ("packaged", "subquad run"),
+    "pretrain": ("packaged/pretrain", "subquad pretrain"),
+    "study": ("packaged/studies", "subquad study"),
+}
 _SUFFIX = ".yaml"
 
 
@@ -17,39 +25,47 @@ class PackagedRecipe:
     """A recipe that comes with the package.
 
     Attributes:
-        name: what `subquad run NAME` takes.
+        name: what the command of its kind takes.
         summary: first comment line of the file.
         text: the file, comments included.
+        kind: `run` (convert and distil), `pretrain` (one model from scratch) or `study` (many of those).
     """
 
     name: str
     summary: str
     text: str
+    kind: RecipeKind = "run"
 
 
-def packaged_recipes() -> dict[str, PackagedRecipe]:
-    """Return every packaged recipe by name, in alphabetical order."""
+def packaged_recipes(kind: RecipeKind = "run") -> dict[str, PackagedRecipe]:
+    """Return every packaged recipe of a kind by name, in alphabetical order."""
     recipes = {}
-    for entry in sorted(files("subquad.recipes").joinpath("packaged").iterdir(), key=lambda entry: entry.name):
+    folder = files("subquad.recipes").joinpath(KINDS[kind][0])
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if entry.name.endswith(_SUFFIX):
             name, text = entry.name.removesuffix(_SUFFIX), entry.read_text(encoding="utf-8")
-            recipes[name] = PackagedRecipe(name, text.partition("\n")[0].lstrip("# "), text)
+            recipes[name] = PackagedRecipe(name, text.partition("\n")[0].lstrip("# "), text, kind)
     return recipes
 
 
-def packaged_recipe(name: str) -> PackagedRecipe:
+def packaged_recipe(name: str, kind: RecipeKind | None = None) -> PackagedRecipe:
     """Return one packaged recipe.
 
     Args:
         name: its name, without `.yaml`.
+        kind: the kind it must be of; None takes any.
 
     Returns:
         The recipe.
 
     Raises:
-        ConfigError: no recipe has this name; the nearest one is suggested.
+        ConfigError: no recipe has this name (the nearest one is suggested), or it is of another kind.
     """
-    recipes = packaged_recipes()
+    by_kind = {each: packaged_recipes(each) for each in KINDS}
+    for other, found in by_kind.items():
+        if kind is not None and other != kind and name in found:
+            raise ConfigError(f"{name!r} is a recipe of another command: {KINDS[other][1]} {name}")
+    recipes = by_kind[kind] if kind is not None else {n: r for found in by_kind.values() for n, r in found.items()}
     if name not in recipes:
         near = difflib.get_close_matches(name, recipes, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."

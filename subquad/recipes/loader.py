@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from subquad.errors import ConfigError
-from subquad.recipes.library import packaged_recipe
+from subquad.recipes.fields import Section
+from subquad.recipes.library import RecipeKind, packaged_recipe
 from subquad.recipes.schema import Recipe, parse_recipe
 
 _SUFFIXES = (".yaml", ".yml")
@@ -44,9 +45,50 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         ConfigError: an unknown name, a file that is missing or no YAML mapping, a malformed override, or a recipe that
             breaks rules (all of them in the one message).
     """
-    text, origin = _read(source)
-    content = parse_yaml(text, origin)
-    return parse_recipe(apply_overrides(content, overrides), origin=origin)
+    content, origin = load_content(source, overrides)
+    return parse_recipe(content, origin=origin)
+
+
+def load_content(
+    source: str | Path, overrides: Sequence[str] = (), kind: RecipeKind = "run"
+) -> tuple[dict[str, Any], str]:
+    """Load a recipe of any kind as a plain mapping, not validated.
+
+    Args:
+        source: name of a packaged recipe, or path of a `.yaml` file.
+        overrides: `key=value` pairs, as for `load_recipe`.
+        kind: which packaged recipes a name stands for.
+
+    Returns:
+        The mapping, and where it came from, for messages.
+
+    Raises:
+        ConfigError: an unknown name, a file that is missing or no YAML mapping, or a malformed override.
+    """
+    text, origin = _read(source, kind)
+    return apply_overrides(parse_yaml(text, origin), overrides), origin
+
+
+def recipe_kind(source: str | Path) -> RecipeKind:
+    """Return which command a recipe is for.
+
+    Args:
+        source: name of a packaged recipe, or path of a `.yaml` file.
+
+    Returns:
+        The packaged recipe's kind; for a file, `study` where it has arms, `pretrain` where it names a mixer beside its
+        sections, and `run` otherwise.
+
+    Raises:
+        ConfigError: an unknown name, or a file that is missing or no YAML mapping.
+    """
+    path = Path(source)
+    if path.suffix not in _SUFFIXES and not path.is_file():
+        return packaged_recipe(str(source)).kind
+    content, _ = load_content(source)
+    if "arms" in content:
+        return "study"
+    return "pretrain" if content.keys() & {"mixer", "training", "recall"} else "run"
 
 
 def parse_yaml(text: str, origin: str) -> dict[str, Any]:
@@ -107,24 +149,24 @@ def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> dict[s
     return content
 
 
-def recipe_to_yaml(recipe: Recipe) -> str:
+def recipe_to_yaml(recipe: Section) -> str:
     """Return a recipe as YAML with every default and every part of every mixer spelled out.
 
     Args:
-        recipe: the recipe.
+        recipe: a recipe of any kind.
 
     Returns:
-        YAML that `load_recipe` reads back to an equal recipe.
+        YAML that its loader reads back to an equal recipe.
     """
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
-def _read(source: str | Path) -> tuple[str, str]:
+def _read(source: str | Path, kind: RecipeKind) -> tuple[str, str]:
     """Return the text and a name for messages."""
     path = Path(source)
     if path.suffix not in _SUFFIXES and not path.is_file():
         name = str(source)
-        return packaged_recipe(name).text, f"recipe {name}"
+        return packaged_recipe(name, kind).text, f"recipe {name}"
     try:
         return path.read_text(encoding="utf-8"), str(path)
     except FileNotFoundError:
@@ -149,7 +191,7 @@ def _set(content: dict[str, Any], path: list[str], value: object) -> None:
 
 
 def _is_mixer(path: list[str]) -> bool:
-    return path == ["convert", "mixer"] or (path[:2] == ["convert", "layers"] and len(path) == 3)
+    return path[-1] == "mixer" or path[-2:-1] == ["layers"]
 
 
 def _one_line(error: yaml.YAMLError) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,16 @@ from typing import Any
 from subquad.convert.atomic import atomic_file
 from subquad.errors import ConfigError, OutputError
 from subquad.eval.records import RECORDS_FOLDER
+from subquad.recipes.fields import Section
 from subquad.recipes.loader import load_recipe, recipe_to_yaml
-from subquad.recipes.schema import Recipe
 
 STAGES = ("plan", "convert", "calibrate", "baseline", "stage1", "stage2", "export", "evaluate", "suite", "report")
 RECIPE_FILE = "recipe.yaml"
 LOCK_FILE = ".lock"
 # everything a run writes; `--fresh` removes these and nothing else
 _CONTENT = (
-    RECIPE_FILE, "log.jsonl", "stages", "checkpoints", "tensorboard", "student",
-    "report.md", "report.html", "results.json", "plots", RECORDS_FOLDER,
+    RECIPE_FILE, "log.jsonl", "stages", "checkpoints", "tensorboard", "student", "model", "tokenizer",
+    ".tokenizer.lock", "report.md", "report.html", "results.json", "plots", RECORDS_FOLDER,
 )  # fmt: skip
 
 _ABSENT = object()
@@ -37,15 +37,22 @@ class RunFolder:
 
     Attributes:
         path: the folder.
+        stages: names of the stages, in order.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, stages: Sequence[str] = STAGES, load: Callable[[Path], Section] = load_recipe
+    ) -> None:
         """Refer to a folder; nothing is read or written.
 
         Args:
             path: the folder of the run.
+            stages: names of the stages, in order.
+            load: reads the recorded recipe back.
         """
         self.path = path
+        self.stages = tuple(stages)
+        self._load = load
 
     @property
     def student_dir(self) -> Path:
@@ -71,7 +78,7 @@ class RunFolder:
         """Return the folder of a training stage's checkpoints."""
         return self.path / "checkpoints" / stage
 
-    def claim(self, recipe: Recipe, *, fresh: bool = False) -> None:
+    def claim(self, recipe: Section, *, fresh: bool = False) -> None:
         """Make the folder this recipe's: a new one, or the one in which the same recipe was started before.
 
         Other tasks in `eval.suite` are taken over: they are measured when the run goes on, on what it has trained.
@@ -92,8 +99,8 @@ class RunFolder:
             raise OutputError(f"{self.path} cannot be used as the folder of a run: {error}") from error
         if recipe_file.exists():
             recorded = self._recorded_recipe(recipe, recipe_file)
-            if recorded.eval.suite != recipe.eval.suite:
-                for stage in STAGES[STAGES.index("suite") :]:
+            if _tasks_of(recorded) != _tasks_of(recipe):
+                for stage in self.stages[self.stages.index("suite") :]:
                     (self.stages_dir / f"{stage}.json").unlink(missing_ok=True)
                 atomic_file(recipe_file, recipe_to_yaml(recipe).encode())
         elif occupied:
@@ -106,7 +113,7 @@ class RunFolder:
 
     def finished(self, stage: str) -> bool:
         """Return whether a stage and all before it are finished."""
-        return all(self._valid(earlier) for earlier in STAGES[: STAGES.index(stage) + 1])
+        return all(self._valid(earlier) for earlier in self.stages[: self.stages.index(stage) + 1])
 
     def result(self, stage: str) -> dict[str, Any]:
         """Return what a finished stage recorded.
@@ -127,7 +134,7 @@ class RunFolder:
 
     def seconds(self) -> dict[str, float]:
         """Return the wall time of every finished stage, in the order they ran."""
-        markers = {stage: self._marker(stage) for stage in STAGES}
+        markers = {stage: self._marker(stage) for stage in self.stages}
         return {stage: marker["seconds"] for stage, marker in markers.items() if marker is not None}
 
     def finish(self, stage: str, result: Mapping[str, Any], seconds: float, files: tuple[Path, ...] = ()) -> None:
@@ -172,11 +179,11 @@ class RunFolder:
             else:
                 path.unlink(missing_ok=True)
 
-    def _recorded_recipe(self, recipe: Recipe, recipe_file: Path) -> Recipe:
+    def _recorded_recipe(self, recipe: Section, recipe_file: Path) -> Section:
         """Return the recipe of the earlier run, which must be the same one."""
         fix = "Name another folder (output_dir=FOLDER), or remove the earlier run with --fresh."
         try:
-            recorded = load_recipe(recipe_file)
+            recorded = self._load(recipe_file)
         except ConfigError as error:
             raise OutputError(
                 f"{self.path} holds a run whose recipe this version cannot read: {error}\n{fix}"
@@ -188,7 +195,12 @@ class RunFolder:
         return recorded
 
 
-def recipe_differences(recorded: Recipe, wanted: Recipe) -> list[str]:
+def _tasks_of(recipe: Section) -> object:
+    """Return the tasks measured at the end; None where a kind of recipe has none."""
+    return getattr(getattr(recipe, "eval", None), "suite", None)
+
+
+def recipe_differences(recorded: Section, wanted: Section) -> list[str]:
     """Return what differs between two recipes, one line per key.
 
     Where the run goes does not count, nor do the tasks measured at its end: `claim` sees to those.

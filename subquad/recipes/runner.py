@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from filelock import FileLock, Timeout
+from rich.console import Console
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from subquad.console import open_console
 from subquad.convert.export import export_student
-from subquad.errors import ConfigError, OutputError
+from subquad.errors import ConfigError, FolderInUseError, OutputError
 from subquad.eval.results import Results
 from subquad.eval.storage import load_results
 from subquad.recipes.checks import check_recipe_against
@@ -61,7 +62,7 @@ def run_recipe(
         raise ConfigError(f"last_stage {last_stage!r} is unknown; it is one of {', '.join(STAGES)}")
     shop = _open_workshop(recipe, command)
     folder, state, console = shop.folder, shop.state, shop.console
-    with _only_run(folder, state), _explained_write_errors(folder):
+    with only_run(folder, state), explained_write_errors(folder):
         if not folder.claimed:
             # a recipe that does not fit the model leaves no run behind that would be in the way of the mended one
             check_recipe_against(recipe, shop.info.hf_config)
@@ -104,7 +105,7 @@ def convert_recipe(recipe: Recipe, directory: Path, *, command: str | None = Non
     shop = _open_workshop(recipe, command)
     if not shop.state.is_main_process:
         return directory
-    with _only_run(shop.folder, shop.state), _explained_write_errors(shop.folder):
+    with only_run(shop.folder, shop.state), explained_write_errors(shop.folder):
         return export_student(shop.converted(), shop.tokenizer, directory, bare_card(shop))
 
 
@@ -121,12 +122,18 @@ def _refuse_run_files(directory: Path) -> None:
 
 
 def _open_workshop(recipe: Recipe, command: str | None) -> Workshop:
+    state, console = open_process()
+    return Workshop(recipe, state, console, command or f"subquad run {recipe.run_dir / RECIPE_FILE} output_dir=FOLDER")
+
+
+def open_process() -> tuple[PartialState, Console]:
+    """Return which process of the run this is, and where it reports: nowhere in all processes but the main one."""
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=_PROCESS_TIMEOUT)
     console = open_console(quiet=not state.is_main_process)
     if not console.is_terminal:
         # the bars of transformers would fill a log file with carriage returns
         disable_progress_bar()
-    return Workshop(recipe, state, console, command or f"subquad run {recipe.run_dir / RECIPE_FILE} output_dir=FOLDER")
+    return state, console
 
 
 def _run_stage(shop: Workshop, stage: str) -> None:
@@ -146,8 +153,20 @@ def _run_stage(shop: Workshop, stage: str) -> None:
 
 
 @contextmanager
-def _only_run(folder: RunFolder, state: PartialState) -> Iterator[None]:
-    """Hold the folder, so that a second run of it started by mistake is refused. Released by any kind of end."""
+def only_run(folder: RunFolder, state: PartialState) -> Iterator[None]:
+    """Hold a run's folder, so that a second run of it started by mistake is refused. Released by any kind of end.
+
+    Args:
+        folder: the folder of the run.
+        state: which process this is; only the main one holds it.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        FolderInUseError: another run holds the folder.
+        OutputError: it cannot be written.
+    """
     if not state.is_main_process:
         yield
         return
@@ -156,7 +175,7 @@ def _only_run(folder: RunFolder, state: PartialState) -> Iterator[None]:
         lock = FileLock(folder.path / LOCK_FILE)
         lock.acquire(timeout=0)
     except Timeout:
-        raise OutputError(
+        raise FolderInUseError(
             f"{folder.path} is in use by another run; wait for it to end, or name another folder: output_dir=FOLDER."
         ) from None
     except OSError as error:
@@ -168,8 +187,18 @@ def _only_run(folder: RunFolder, state: PartialState) -> Iterator[None]:
 
 
 @contextmanager
-def _explained_write_errors(folder: RunFolder) -> Iterator[None]:
-    """Turn a full or read-only disk into an error that says how to go on; libraries raise it in their own ways."""
+def explained_write_errors(folder: RunFolder) -> Iterator[None]:
+    """Turn a full or read-only disk into an error that says how to go on; libraries raise it in their own ways.
+
+    Args:
+        folder: the folder of the run.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        OutputError: the folder could not be written.
+    """
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -20,6 +20,8 @@ from subquad.recipes.sections import (
     Stage2Section,
     TrainerSection,
 )
+
+SectionType = TypeVar("SectionType", bound=Section)
 
 
 class Recipe(Section):
@@ -92,10 +94,27 @@ def parse_recipe(content: dict[str, Any], *, origin: str = "recipe") -> Recipe:
     Raises:
         ConfigError: every problem found, each with its path, the value and the rule.
     """
+    return parse_section(Recipe, content, origin=origin)
+
+
+def parse_section(model: type[SectionType], content: dict[str, Any], *, origin: str) -> SectionType:
+    """Validate a plain mapping as a recipe of any kind.
+
+    Args:
+        model: class of the recipe.
+        content: what the YAML file holds.
+        origin: where it came from, for the message.
+
+    Returns:
+        The recipe, with every default filled in.
+
+    Raises:
+        ConfigError: every problem found, each with its path, the value and the rule.
+    """
     try:
-        return Recipe.model_validate(content)
+        return model.model_validate(content)
     except ValidationError as error:
-        problems = describe_problems(error, Recipe)
+        problems = describe_problems(error, model)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(
             f"{origin} is not valid ({count}):\n" + "\n".join(f"  {line}" for line in problems)

@@ -27,7 +27,18 @@ class ModelSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
-def _resolve(value: object) -> object:
+def resolve_section_mixer(value: object) -> object:
+    """Resolve a mixer of a recipe.
+
+    Args:
+        value: a preset's name, or its parts.
+
+    Returns:
+        The validated config; anything but a name or a mapping is returned as it is.
+
+    Raises:
+        ValueError: an unknown preset or key (the nearest is suggested), or parts that break a rule.
+    """
     if not isinstance(value, str | dict):
         return value
     if isinstance(value, dict):
@@ -41,12 +52,12 @@ def _resolve(value: object) -> object:
         raise ValueError("; ".join(line.strip() for line in str(error).splitlines())) from error
 
 
-def _text_keys(value: object) -> object:
-    # YAML reads the key of `5: softmax` as a number.
+def text_keys(value: object) -> object:
+    """Return a mapping with text as keys, since YAML reads the key of `5: softmax` as a number."""
     return {str(key): item for key, item in value.items()} if isinstance(value, dict) else value
 
 
-Mixer = Annotated[MixerConfig, BeforeValidator(_resolve)]
+Mixer = Annotated[MixerConfig, BeforeValidator(resolve_section_mixer)]
 
 
 class ConvertSection(Section):
@@ -59,7 +70,7 @@ class ConvertSection(Section):
     """
 
     mixer: Mixer = Field(default="2mamba", validate_default=True)
-    layers: Annotated[dict[str, Mixer], BeforeValidator(_text_keys)] = Field(default_factory=dict)
+    layers: Annotated[dict[str, Mixer], BeforeValidator(text_keys)] = Field(default_factory=dict)
 
 
 class CalibrateSection(Section):
@@ -136,8 +147,8 @@ class HubText(_TextSection):
     part: Part = "all"
 
 
-def _embedded_part(part: Part) -> BeforeValidator:
-    """Fill in what `train: {}` and `eval: {kind: embedded}` leave open: the kind, and the part that fits the place."""
+def embedded_part(part: Part) -> BeforeValidator:
+    """Return a validator for what `train: {}` and `eval: {kind: embedded}` leave open: the kind, and the part."""
 
     def fill(value: object) -> object:
         if not isinstance(value, dict):
@@ -160,8 +171,8 @@ class DataSection(Section):
         seq_len: tokens per row; documents are packed into rows and do not see each other.
     """
 
-    train: Annotated[TextSource, _embedded_part("train")] = EmbeddedText(part="train")
-    eval: Annotated[TextSource, _embedded_part("eval")] = EmbeddedText(part="eval")
+    train: Annotated[TextSource, embedded_part("train")] = EmbeddedText(part="train")
+    eval: Annotated[TextSource, embedded_part("eval")] = EmbeddedText(part="eval")
     seq_len: RowLength = 512
 
     @model_validator(mode="after")
@@ -175,7 +186,19 @@ class DataSection(Section):
         return self
 
 
-class _StageSection(Section):
+class StageSection(Section):
+    """What every training stage has.
+
+    Attributes:
+        tokens: training tokens.
+        batch_size: rows per step and process.
+        warmup_ratio: share of the steps with a rising rate.
+        lr_scheduler_type: shape of the rate after that, by its name in transformers.
+        max_grad_norm: gradient norm above which gradients are scaled down; 0 leaves them alone.
+        divergence_factor: the run stops where the median of recent losses is above this many times the first ones'.
+        save_steps: steps between checkpoints.
+    """
+
     tokens: CountOrZero = 20_480
     batch_size: Count = 2
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = StageConfig.warmup_ratio
@@ -185,7 +208,7 @@ class _StageSection(Section):
     save_steps: Count = StageConfig.save_steps
 
 
-class Stage1Section(_StageSection):
+class Stage1Section(StageSection):
     """Layer-local output matching: each converted layer learns to give the teacher's output from the teacher's input.
 
     Attributes:
@@ -230,7 +253,7 @@ class LoraSection(Section):
     )
 
 
-class Stage2Section(_StageSection):
+class Stage2Section(StageSection):
     """End-to-end distillation: per-token mean KL to the teacher's logits.
 
     Attributes:

@@ -1,0 +1,1 @@
+"""Training small models from random weights with any mixer, and studies that compare many of them."""

@@ -1,0 +1,127 @@
+"""Every system as the papers have it, and their memory over length."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from subquad.convert.atomic import atomic_file
+from subquad.errors import ConfigError
+from subquad.eval.crossover import (
+    HEAD_DIMS,
+    LENGTHS,
+    LONGEST_MEASURED,
+    SystemMemory,
+    measure_systems,
+    plot_systems,
+    systems_table,
+)
+from subquad.eval.plots import Plot
+from subquad.layers.config import MixerConfig
+from subquad.layers.presets import PRESETS
+from subquad.pretrain.mixers import scratch_mixer
+from subquad.recipes.progress import progress_bar
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Memory of every system over length, and the files about it.
+
+    Attributes:
+        systems: What was measured.
+        table: Markdown file.
+        plot: The plot.
+        json: JSON file.
+    """
+
+    systems: list[SystemMemory]
+    table: Path
+    plot: Plot
+    json: Path
+
+
+def pure_systems() -> dict[str, MixerConfig]:
+    """Return every preset but softmax as the papers have it (see `scratch_mixer`), those that are built.
+
+    Of presets that are one system there, such as one with and one without a window, the first is kept. One that is not
+    built yet is left out with a warning.
+    """
+    found: dict[str, MixerConfig] = {}
+    for name in PRESETS:
+        mixer = scratch_mixer(name)
+        assert isinstance(mixer, MixerConfig), "a preset resolves"
+        if mixer.score == "softmax" or mixer in found.values():
+            continue
+        missing = mixer.not_built()
+        if missing:
+            logger.warning("%s is left out: %s not built yet", name, ", ".join(missing))
+        else:
+            found[name] = mixer
+    return found
+
+
+def report_memory(
+    folder: Path,
+    *,
+    head_dims: Sequence[int] = HEAD_DIMS,
+    lengths: Sequence[int] = LENGTHS,
+    dtype: str = "bfloat16",
+    longest_measured: int = LONGEST_MEASURED,
+) -> MemoryReport:
+    """Measure the cache of every system over length and write a table, a plot and JSON.
+
+    Args:
+        folder: Where to write `memory.md`, `memory.png` and `memory.json`.
+        head_dims: Widths of a head.
+        lengths: Numbers of tokens.
+        dtype: `bfloat16` or `float32`, of keys and values.
+        longest_measured: Lengths up to this one are run; the others are computed.
+
+    Returns:
+        What was measured and where it is written.
+
+    Raises:
+        ConfigError: A width is not an even number above 0, a length is below 1, or the data type is another one.
+        OutputError: The folder cannot be written.
+    """
+    problems = [
+        f"head_dim must be an even number above 0, got {width}" for width in head_dims if width < 2 or width % 2
+    ]
+    problems += [f"lengths must be at least 1, got {length}" for length in lengths if length < 1]
+    if dtype not in ("bfloat16", "float32"):
+        problems.append(f"dtype must be bfloat16 or float32, got {dtype!r}")
+    if problems:
+        raise ConfigError("; ".join(problems))
+    kind = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    with progress_bar("memory of every system", Console(stderr=True)) as advance:
+        found = measure_systems(
+            pure_systems(),
+            head_dims=head_dims,
+            lengths=lengths,
+            dtype=kind,
+            longest_measured=longest_measured,
+            progress=advance,
+        )
+    for each in found:
+        if each.differs:
+            logger.warning(
+                "%s, head_dim %d: the real cache is not what its formula says at %s tokens",
+                each.system,
+                each.head_dim,
+                ", ".join(map(str, each.differs)),
+            )
+    table, data = folder / "memory.md", folder / "memory.json"
+    plot = plot_systems(found, kind, folder / "memory.png")
+    atomic_file(table, (systems_table(found) + "\n").encode())
+    rows = {"dtype": dtype, "systems": [dataclasses.asdict(each) for each in found]}
+    atomic_file(data, json.dumps(rows, indent=1).encode())
+    return MemoryReport(found, table, plot, data)

@@ -1,0 +1,292 @@
+"""Studies: checked whole before anything trains, resumable by arm and seed, summed up in table, plot and JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from filelock import FileLock
+
+from subquad.errors import ConfigError, OutputError
+from subquad.eval.records import Metric
+from subquad.layers import MixerConfig
+from subquad.pretrain.results import PretrainResults
+from subquad.pretrain.study.run import run_study
+from subquad.pretrain.study.schema import StudyRecipe, choose_arms, load_study, study_recipes
+from subquad.pretrain.study.summary import Spread, compare_order, summarise_arms
+from subquad.pretrain.study.table import format_spread, render_study
+from subquad.recipes.library import packaged_recipes
+from subquad.recipes.run_folder import LOCK_FILE
+from subquad.recipes.schema import parse_section
+
+from .tiny import base_content
+
+PNG = b"\x89PNG"
+
+
+@pytest.fixture
+def make_study(texts, tmp_path):
+    def make(**changes) -> StudyRecipe:
+        content = {
+            "name": "little",
+            "output_dir": str(tmp_path / "study"),
+            "seeds": [0, 1],
+            "reference": "softmax",
+            "base": base_content(texts),
+            "arms": {
+                "softmax": {"mixer": "softmax"},
+                "plain": {"mixer": {"score": "power", "order": 1, "normaliser": "rms"}, "label": "linear + norm"},
+            },
+            "expected": [["plain"], ["softmax"]],
+            **changes,
+        }
+        return parse_section(StudyRecipe, content, origin="study")
+
+    return make
+
+
+def results(seed: int, loss: float | None = None, recall: dict[int, float] | None = None) -> PretrainResults:
+    def metric(value: float) -> Metric:
+        return Metric(value=value, num=10, standard_error=None)
+
+    return PretrainResults(
+        name="x",
+        seed=seed,
+        mixers={"softmax": 1},
+        parameters=10,
+        mixer_parameters=0,
+        cache_bytes=100,
+        kv_bytes=200,
+        data="text",
+        loss=None if loss is None else metric(loss),
+        recall={length: metric(value) for length, value in (recall or {}).items()},
+        chance=None if recall is None else 0.1,
+        train_loss=1.0,
+        tokens=100,
+        train_seconds=2.0,
+        device="CPU",
+        versions={},
+        commit=None,
+        command="c",
+        created="now",
+    )
+
+
+def test_every_arm_and_seed_is_trained_and_summed_up(make_study):
+    study = make_study()
+
+    found = run_study(study)
+
+    assert [arm.arm for arm in found.arms] == ["softmax", "plain"]
+    assert all(arm.seeds == (0, 1) for arm in found.arms)
+    table = found.table.read_text()
+    assert "| linear + norm |" in table
+    assert f"| {format_spread(found.arms[1].loss)} |" in table
+    assert found.plot.path.read_bytes().startswith(PNG)
+    content = json.loads(found.results.read_text())
+    assert {(row["arm"], row["seed"]) for row in content["rows"]} == {
+        (arm, seed) for arm in ("softmax", "plain") for seed in (0, 1)
+    }
+    losses = {(row["arm"], row["seed"]): row["loss"]["value"] for row in content["rows"]}
+    assert found.arms[0].loss.mean == pytest.approx((losses["softmax", 0] + losses["softmax", 1]) / 2)
+    assert len(set(losses.values())) == 4
+    folder = study.run_dir / "arms" / "plain" / "seed-1"
+    assert (folder / "model" / "model.safetensors").is_file()
+    assert not (folder / "checkpoints" / "pretrain").exists()
+    # one tokenizer for all
+    assert (study.run_dir / "tokenizer" / "tokenizer.json").is_file()
+    assert not (folder / "tokenizer").exists()
+
+
+def test_finished_runs_are_kept_and_only_the_rest_is_trained(make_study, monkeypatch):
+    first = run_study(make_study(seeds=[0]), arms=["plain"])
+    before = json.loads(first.results.read_text())["rows"]
+    trained = []
+    import subquad.pretrain.study.run as module
+
+    run = module.run_pretrain
+
+    def spy(recipe, **kwargs):
+        trained.append((recipe.name, recipe.seed))
+        return run(recipe, **kwargs)
+
+    monkeypatch.setattr(module, "run_pretrain", spy)
+    second = run_study(make_study())
+    assert sorted(trained) == [("little-plain", 1), ("little-softmax", 0), ("little-softmax", 1)]
+    assert before[0] in json.loads(second.results.read_text())["rows"]
+    trained.clear()
+    run_study(make_study())
+    assert trained == []
+    run_study(make_study(), arms=["plain"], resume=False)
+    assert sorted(trained) == [("little-plain", 0), ("little-plain", 1)]
+
+
+def test_runs_of_another_recipe_are_refused_before_anything_is_trained(make_study, texts):
+    run_study(make_study(seeds=[0]), arms=["plain"])
+    longer = base_content(texts)
+    longer["training"]["tokens"] *= 2
+    with pytest.raises(OutputError, match=r"plain, seed 0: training\.tokens: 640 there, 1280 here"):
+        run_study(make_study(base=longer))
+    assert not (make_study().run_dir / "arms" / "softmax").exists()
+
+
+def test_a_run_another_process_works_on_is_left_to_it(make_study):
+    study = make_study(seeds=[0])
+    held = study.run_dir / "arms" / "plain" / "seed-0"
+    held.mkdir(parents=True)
+    with FileLock(held / LOCK_FILE):
+        found = run_study(study)
+    assert found.waiting == ["linear + norm, seed 0"]
+    assert [arm.arm for arm in found.arms] == ["softmax"]
+    assert "Not finished: linear + norm." in found.table.read_text()
+
+
+def test_every_problem_of_every_arm_comes_before_anything_is_written(make_study, monkeypatch):
+    monkeypatch.setattr(MixerConfig, "not_built", lambda self: ["skip: true"] if self.skip else [])
+    arms = {
+        "softmax": {"mixer": "softmax"},
+        "unknown": {"mixer": "2mmba"},
+        "wrong": {"mixer": {"score": "power", "sinks": 3}},
+        "changed": {"mixer": "softmax", "changes": {"training": {"tokens": 1}}},
+        "missing": {"mixer": {"score": "taylor", "skip": True}},
+    }
+    study = make_study(arms=arms, expected=[])
+    with pytest.raises(ConfigError) as caught:
+        run_study(study)
+    text = str(caught.value)
+    assert "4 of 5 arms" in text
+    assert "unknown: mixer: mixer '2mmba' is unknown; did you mean '2mamba'?" in text
+    assert "wrong: mixer: " in text
+    assert "changed: training.tokens is 1, less than one row of 32 tokens" in text
+    assert "missing: mixer: skip: true is not built yet" in text
+    assert text.endswith("--arms softmax")
+    assert not study.run_dir.exists()
+
+
+def test_a_problem_of_the_base_is_said_once(make_study, texts):
+    study = make_study(base={**base_content(texts), "bogus": 1})
+    with pytest.raises(ConfigError, match="every arm: bogus: unknown key 'bogus'"):
+        study_recipes(study, choose_arms(study, []))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"reference": "plane"}, "reference 'plane' is no arm; arms: softmax, plain"),
+        ({"expected": [["plain"], ["plane"]]}, "expected names 'plane', which is no arm"),
+        ({"expected": [["plain"], ["plain"]]}, "expected names 'plain' twice"),
+        ({"seeds": [1, 1]}, "seeds has repeats"),
+        ({"base": {"mixer": "softmax", "seed": 1}}, "base sets seed, mixer; the study and its arms set these"),
+        ({"arms": {"a b": {"mixer": "softmax"}}}, "arms"),
+    ],
+)
+def test_a_study_that_breaks_rules_is_refused(make_study, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        make_study(**changes)
+
+
+def test_changes_of_an_arm_leave_the_rest_of_a_section(make_study):
+    arms = {"softmax": {"mixer": "softmax", "changes": {"training": {"learning_rate": 0.5}}}}
+    recipes = study_recipes(make_study(arms=arms, expected=[]), ["softmax"])["softmax"]
+    assert [recipe.seed for recipe in recipes] == [0, 1]
+    assert recipes[0].training.learning_rate == 0.5
+    assert recipes[0].training.batch_size == 2
+
+
+def test_order_is_judged_by_paired_differences(make_study):
+    arms = {name: {"mixer": "softmax"} for name in ("a", "b", "c", "d")}
+    study = make_study(arms=arms, reference="d", expected=[["a"], ["b"], ["c", "d"]])
+    rows = {
+        "a": {0: results(0, 3.0), 1: results(1, 4.0)},
+        "b": {0: results(0, 2.0), 1: results(1, 3.1)},
+        "c": {0: results(0, 2.5), 1: results(1, 3.5)},
+        "d": {0: results(0, 1.9), 1: results(1, 3.3)},
+    }
+    summaries = summarise_arms(study, rows)
+    steps = {(step.worse, step.better): step for step in compare_order(study, summaries)}
+    assert steps.keys() == {("a", "b"), ("b", "c"), ("b", "d")}
+    # the seeds differ by 1, the paired differences hardly
+    assert steps["a", "b"].verdict == "agrees"
+    assert steps["a", "b"].difference.values == pytest.approx((1.0, 0.9))
+    assert steps["b", "c"].verdict == "reversed"
+    assert steps["b", "d"].verdict == "within the spread"
+    assert summaries[0].to_reference.values == pytest.approx((1.1, 0.7))
+    text = render_study(study, summaries, list(steps.values()), None)
+    assert "Of 3 steps 1 agree with the papers, 1 are reversed and 1 lie within the spread." in text
+
+
+def test_one_seed_has_no_spread(make_study):
+    study = make_study()
+    rows = {"plain": {0: results(0, 3.0)}, "softmax": {0: results(0, 2.0)}}
+    summaries = summarise_arms(study, rows)
+    assert summaries[1].loss == Spread(3.0, None, (3.0,))
+    assert compare_order(study, summaries)[0].verdict == "agrees (one seed)"
+    assert "Only some of the seeds are finished: softmax, linear + norm." in render_study(study, summaries, [], None)
+
+
+def test_recall_is_judged_by_its_errors(make_study):
+    study = make_study()
+    rows = {
+        "plain": {0: results(0, recall={8: 0.5, 16: 0.1}), 1: results(1, recall={8: 0.4, 16: 0.2})},
+        "softmax": {0: results(0, recall={8: 1.0, 16: 0.6}), 1: results(1, recall={8: 0.9, 16: 0.7})},
+    }
+    summaries = summarise_arms(study, rows)
+    step = compare_order(study, summaries)[0]
+    assert (step.verdict, step.difference.values) == ("agrees", pytest.approx((0.5, 0.5)))
+    text = render_study(study, summaries, [step], 0.1)
+    assert "| accuracy at 8 | accuracy at 16 |" in text
+    assert "0.450 ± 0.071" in text
+    assert "Guessing one of the values would score 10.0%." in text
+    assert "loss" not in text.splitlines()[4]
+
+
+def test_recall_study_runs_and_draws_length(make_study, recall_recipe):
+    base = {
+        key: value
+        for key, value in recall_recipe().model_dump(mode="json", exclude_unset=True).items()
+        if key in ("model", "data", "recall", "training")
+    }
+    base["data"] = {"seq_len": 20}
+    found = run_study(make_study(base=base, seeds=[0]))
+    assert found.plot.path.name == "recall.png"
+    assert found.plot.path.read_bytes().startswith(PNG)
+    assert list(found.arms[0].recall) == [16, 40]
+
+
+@pytest.mark.parametrize("name", packaged_recipes("study"))
+def test_packaged_studies_are_valid_and_their_built_arms_are_ready(name):
+    study = load_study(name)
+    assert study.name == name
+    ready, problems = {}, []
+    for arm in study.arms:
+        try:
+            ready |= study_recipes(study, [arm])
+        except ConfigError as error:
+            problems += str(error).splitlines()[1:]
+    # a part that is still to come is the only reason why an arm may not be ready
+    assert [line for line in problems if "is not built yet" not in line] == []
+    assert {"softmax"} < ready.keys()
+    assert all(len(recipes) == len(study.seeds) for recipes in ready.values())
+    assert all(recipes[0].mixer.window == 0 for recipes in ready.values())
+
+
+@pytest.mark.parametrize("name", ["theory-orders", "theory-components"])
+def test_the_study_at_the_papers_size_has_the_same_arms(name):
+    small, large = load_study(name), load_study(f"{name}-300m")
+    assert large.arms == small.arms
+    assert large.expected == small.expected
+    assert large.base["data"]["train"]["kind"] == "hub"
+    assert "accelerate launch" in packaged_recipes("study")[f"{name}-300m"].text
+
+
+def test_theory_orders_has_every_order():
+    assert {f"taylor-{order}" for order in range(11)} < load_study("theory-orders").arms.keys()
+
+
+def test_a_study_file_is_read_with_overrides(make_study, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(make_study().model_dump(mode="json")))
+    study = load_study(path, ["base.training.tokens=999", "arms.plain.mixer.conv_width=3", "seeds=[5]"])
+    recipe = study_recipes(study, ["plain"])["plain"][0]
+    assert (recipe.training.tokens, recipe.mixer.conv_width, recipe.seed) == (999, 3, 5)
+    assert Path(recipe.output_dir).parts[-3:] == ("arms", "plain", "seed-5")

@@ -56,6 +56,9 @@ def pairs_are_cheaper(inputs: PolyInputs) -> bool:
 
     Args:
         inputs: The op's inputs; powers at most 2.
+
+    Returns:
+        True for short sequences.
     """
     groups, num_queries, head_dim = inputs.q.shape[2:]
     num_keys, width = inputs.v.shape[-2:]

@@ -170,7 +170,7 @@ def _by_sequence(
         for start, stop in itertools.pairwise(cu_seqlens.tolist())
         if stop > start
     ]
-    out, normaliser = (torch.cat([part[index] for part in parts], dim=1) for index in (0, 1))
+    out, normaliser = torch.cat([part.out for part in parts], 1), torch.cat([part.normaliser for part in parts], 1)
     return PolyAttentionOutput(out, normaliser, None)
 
 

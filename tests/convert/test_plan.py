@@ -12,7 +12,8 @@ import yaml
 from rich.console import Console
 from transformers import LlamaConfig
 
-from subquad.convert.plan import mixer_label, parse_layers, plan_conversion, render_plan
+from subquad.convert.plan import mixer_label, parse_layers, plan_conversion
+from subquad.convert.plan_table import render_plan
 from subquad.convert.surgery import apply_plan
 from subquad.errors import ConfigError, SourceError
 from subquad.layers import cache_bytes, resolve_mixer

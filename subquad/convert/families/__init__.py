@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from subquad.convert.families.base import Family
+from subquad.convert.families.bert import BERT
 from subquad.convert.families.llama import LLAMA
 from subquad.errors import SourceError
 
-FAMILIES: tuple[Family, ...] = (LLAMA,)
+FAMILIES: tuple[Family, ...] = (LLAMA, BERT)
 
 __all__ = ["FAMILIES", "Family", "find_family"]
 
@@ -31,8 +32,10 @@ def find_family(model_type: str | None, architecture: str | None = None, source:
                 f"{source} is already a subquad student (model_type {model_type!r}). Evaluate, generate with or distil "
                 "it directly, or give the teacher it came from."
             )
-        if model_type == family.model_type and architecture in (None, family.architecture):
+        if model_type == family.model_type and architecture in (None, *family.architectures):
             return family
-    supported = ", ".join(f"{family.architecture} (model_type {family.model_type!r})" for family in FAMILIES)
+    supported = ", ".join(
+        f"{' or '.join(family.architectures)} (model_type {family.model_type!r})" for family in FAMILIES
+    )
     found = f"{architecture or 'no architecture'} (model_type {model_type!r})"
     raise SourceError(f"{source} is a {found}, which cannot be converted. Supported: {supported}.")

@@ -5,11 +5,29 @@ from __future__ import annotations
 from subquad.convert.families.base import Family
 from subquad.convert.families.bert import BERT
 from subquad.convert.families.llama import LLAMA
-from subquad.errors import SourceError
+from subquad.errors import ConfigError, SourceError
 
 FAMILIES: tuple[Family, ...] = (LLAMA, BERT)
 
-__all__ = ["FAMILIES", "Family", "find_family"]
+__all__ = ["FAMILIES", "Family", "find_family", "require_decoder"]
+
+
+def require_decoder(model_type: str, what: str) -> None:
+    """Refuse what only a model that predicts the next token can do.
+
+    Args:
+        model_type: `model_type` of a config, of a teacher or of a student.
+        what: What was asked for, as the subject of the message.
+
+    Raises:
+        ConfigError: The model is an encoder.
+    """
+    for family in FAMILIES:
+        if not family.causal and model_type in (family.model_type, family.student_model_type):
+            raise ConfigError(
+                f"{what} needs a model that predicts the next token, and this one (model_type {model_type!r}) is an "
+                "encoder. Its conversion can be planned, exported and fine-tuned on GLUE (docs/bert.md)"
+            )
 
 
 def find_family(model_type: str | None, architecture: str | None = None, source: str = "this model") -> Family:

@@ -104,7 +104,7 @@ def test_all_problems_are_in_one_message():
         "6: exact_kv_heads names every key/value head",
         "7: window 8193 is longer than the model's context of 8192",
         "8: feature_dim 65 is wider than the model's heads of 64",
-        "mixer: causal: false is not built yet",
+        "mixer: causal: false in a LlamaForCausalLM",
     ):
         assert expected in message
 

@@ -24,12 +24,13 @@ from subquad.corpus import embedded_corpus, held_out_year
 from subquad.layers import converted_layers, resolve_mixer
 
 SEQ_LEN = 64
-# hardly more than letters, whose neighbours say much about them, so that a few hundred steps teach attention something
-VOCAB_SIZE = 300
+# little more than letters, whose neighbours say much about them, so that a few hundred steps teach attention something
+VOCAB_SIZE = 120
+ALPHABET = 45
 BATCH_SIZE = 32
 EVAL_ROWS = 256
 MASKED_SHARE = 0.15
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 4e-3
 # of the conversion's own parameters, which are few and start far from where they end
 MIXER_LEARNING_RATE = 1e-2
 
@@ -99,7 +100,8 @@ def main() -> None:
     started = time.monotonic()
     texts = {held_out: [m.text for m in embedded_corpus() if held_out_year(m.year) == held_out] for held_out in (0, 1)}
     tokenizer = BertWordPieceTokenizer()
-    tokenizer.train_from_iterator(texts[0], vocab_size=VOCAB_SIZE, show_progress=False)
+    tokenizer.train_from_iterator(texts[0], vocab_size=VOCAB_SIZE, limit_alphabet=ALPHABET, show_progress=False)
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE, tokenizer.get_vocab_size()
     rows, held_out = (build_rows(tokenizer, texts[part], SEQ_LEN) for part in (0, 1))
     order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(options.seed))
     held_out, mask_id = held_out[order[:EVAL_ROWS]], tokenizer.token_to_id("[MASK]")
@@ -111,6 +113,7 @@ def main() -> None:
         num_attention_heads=options.hidden // 16,
         intermediate_size=4 * options.hidden,
         max_position_embeddings=SEQ_LEN,
+        initializer_range=0.05,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )

@@ -39,8 +39,8 @@ class ExpInputs(NamedTuple):
     clamp: float | None
     valid: Tensor | None
     documents: Tensor | None
-    causal: bool
     normalize: bool
+    causal: bool = True
 
 
 def exp_attention(
@@ -103,7 +103,7 @@ def exp_attention(
     if q.device.type == "cuda":
         q, k, v = under_autocast(q, k, v)
     with torch.autocast(q.device.type, enabled=False):
-        inputs = ExpInputs(q, k, v, log_decay, scale, clamp, valid, documents, causal, normalize)
+        inputs = ExpInputs(q, k, v, log_decay, scale, clamp, valid, documents, normalize, causal)
         if _fuses(backend, q, k, v, causal):
             from subquad.kernels.exp_flex import flex_exp_attention
 

@@ -154,7 +154,7 @@ def plan(recipe: RecipeArgument, overrides: OverridesArgument = None, as_json: J
         subquad plan demo --json
     """
     from subquad.console import open_console
-    from subquad.convert.plan import render_plan
+    from subquad.convert.plan_table import render_plan
     from subquad.recipes.actions import plan_recipe
     from subquad.recipes.loader import load_recipe
 

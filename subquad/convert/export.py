@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,16 +20,26 @@ from subquad.convert.families import FAMILIES
 from subquad.convert.modelcard import ModelCard, write_model_card
 from subquad.convert.safetensors_dir import read_shapes
 from subquad.errors import ConfigError, OutputError, TrainingError
-from subquad.models import SubquadLlamaForCausalLM
+from subquad.models import ConvertedModel
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-AUTO_MAP = {
-    "AutoConfig": "configuration_subquad.SubquadLlamaConfig",
-    "AutoModelForCausalLM": "modeling_subquad.SubquadLlamaForCausalLM",
-    "AutoModelForSequenceClassification": "modeling_subquad.SubquadLlamaForSequenceClassification",
+# model_type to the classes that a checkpoint's own code offers to transformers' Auto classes
+AUTO_CLASSES = {
+    "subquad_llama": {
+        "AutoConfig": "SubquadLlamaConfig",
+        "AutoModelForCausalLM": "SubquadLlamaForCausalLM",
+        "AutoModelForSequenceClassification": "SubquadLlamaForSequenceClassification",
+    },
+    "subquad_bert": {
+        "AutoConfig": "SubquadBertConfig",
+        "AutoModel": "SubquadBertModel",
+        "AutoModelForMaskedLM": "SubquadBertForMaskedLM",
+        "AutoModelForPreTraining": "SubquadBertForPreTraining",
+        "AutoModelForSequenceClassification": "SubquadBertForSequenceClassification",
+    },
 }
 _SHIM_FILES = ("configuration_subquad.py", "modeling_subquad.py")
 _PROBE_LENGTH = 16
@@ -38,7 +49,7 @@ _MERGE_TOLERANCE_HALF = 5e-2
 
 
 def export_student(
-    model: SubquadLlamaForCausalLM | PeftModel,
+    model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase | None,
     directory: str | Path,
     card: ModelCard,
@@ -65,19 +76,30 @@ def export_student(
     target = Path(directory).expanduser()
     _check_target(target)
     student = merge_adapters(model)
-    if not isinstance(student, SubquadLlamaForCausalLM):
+    if not issubclass(type(student), ConvertedModel):
         raise ConfigError(f"export_student takes a converted model, got {type(student).__name__}; apply_plan first")
     _check_finite(student)
-    student.config.auto_map = dict(AUTO_MAP)
+    student.config.auto_map = _auto_map(student.config.model_type)
     with atomic_directory(target) as folder:
         student.save_pretrained(folder)
         for name in _SHIM_FILES:
             shutil.copyfile(Path(shim.__path__[0]) / name, folder / name)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        write_model_card(folder, card)
+        write_model_card(folder, replace(card, auto_class=_auto_class(student)))
         _check_written(student, folder)
     return target
+
+
+def _auto_map(model_type: str) -> dict[str, str]:
+    files = {"AutoConfig": "configuration_subquad"}
+    return {auto: f"{files.get(auto, 'modeling_subquad')}.{name}" for auto, name in AUTO_CLASSES[model_type].items()}
+
+
+def _auto_class(student: PreTrainedModel) -> str:
+    """Return the Auto class that loads a model as what it is; a checkpoint's own code may have subclassed it."""
+    names = [kind.__name__ for kind in type(student).__mro__]
+    return next(auto for auto, name in AUTO_CLASSES[student.config.model_type].items() if name in names)
 
 
 def merge_adapters(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
@@ -127,7 +149,7 @@ def _probe(model: PreTrainedModel) -> Tensor:
     embedding = model.get_input_embeddings()
     tokens = torch.arange(_PROBE_LENGTH, device=embedding.weight.device) % embedding.num_embeddings
     with _evaluation_mode(model):
-        return model(input_ids=tokens[None], use_cache=False).logits
+        return model(input_ids=tokens[None], use_cache=False)[0]
 
 
 @contextmanager

@@ -13,6 +13,12 @@ from huggingface_hub import ModelCardData
 from subquad.convert.atomic import atomic_file
 
 CARD_FILE = "README.md"
+_PIPELINES = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForPreTraining": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -32,6 +38,7 @@ class ModelCard:
         command: Command that repeats the run.
         versions: Package to version.
         notes: Sentences a reader must know to judge the figures.
+        auto_class: The Auto class of transformers that loads it.
     """
 
     name: str
@@ -45,18 +52,24 @@ class ModelCard:
     command: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    auto_class: str = "AutoModelForCausalLM"
 
 
 def render_model_card(card: ModelCard) -> str:
     """Return the card as Markdown with the YAML header the hub reads."""
     header = ModelCardData(
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=_PIPELINES.get(card.auto_class, "feature-extraction"),
         tags=["subquad", "linear-attention", *(["distillation"] if card.teacher else [])],
         license=card.license,
         base_model=_hub_id(card.teacher),
     )
-    parts = [f"---\n{header.to_yaml()}\n---", f"# {card.name}", _what_it_is(card), _USE]
+    parts = [
+        f"---\n{header.to_yaml()}\n---",
+        f"# {card.name}",
+        _what_it_is(card),
+        _USE.replace("AUTO_CLASS", card.auto_class),
+    ]
     parts += [part for part in (_losses(card), _memory(card), _training(card)) if part]
     if card.notes:
         parts.append("## Notes\n\n" + "\n".join(f"- {note}" for note in card.notes))
@@ -88,9 +101,9 @@ The mixers are in the Python package subquad (`pip install subquad`).
 
 ```python
 import subquad
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AUTO_CLASS, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("PATH")
+model = AUTO_CLASS.from_pretrained("PATH")
 tokenizer = AutoTokenizer.from_pretrained("PATH")
 ```
 

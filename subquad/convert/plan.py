@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Group
-from rich.table import Table
 
 from subquad.convert.families import Family, find_family
 from subquad.convert.shape import check_shape
 from subquad.errors import ConfigError
-from subquad.kernels.cost import DEFAULT_CHUNK_SIZE, decode_crossover, flops_crossover
+from subquad.kernels.cost import DEFAULT_CHUNK_SIZE, bidirectional_crossover, decode_crossover, flops_crossover
 from subquad.kernels.counts import HeadShape
 from subquad.layers import LayerGeometry, cache_bytes, count_parameters
 from subquad.layers.config import MixerConfig
@@ -38,11 +36,13 @@ class LayerPlan:
         mixer: Its new mixer; `score="softmax"` leaves the layer as it is.
         label: The mixer's preset name, with what differs from the preset.
         added_parameters: Number of new parameters.
-        cache_bytes: Bytes the layer's cache holds after so many tokens, for one sequence.
+        cache_bytes: Bytes the layer's cache holds after so many tokens, for one sequence; empty for an encoder, which
+            has none.
         kv_bytes: The same for the teacher's key/value cache.
         crossover: Tokens from which on the layer's cache is smaller than its KV cache; None where it never is.
-        prefill_crossover: Tokens from which on a prompt needs fewer FLOPs than with softmax; None where it never does.
-        training_crossover: The same for the forward and backward pass over one document.
+        prefill_crossover: Tokens from which on a prompt, or an encoder's sequence, needs fewer FLOPs than with softmax;
+            None where it never does.
+        training_crossover: The same for the forward and backward pass over one document; None for an encoder, too.
         decode_crossover: Tokens from which on a generated token moves fewer bytes than with a KV cache; None as above.
     """
 
@@ -107,6 +107,7 @@ class ConversionPlan:
         """Return the plan as plain values for JSON."""
         return {
             "family": self.family.name,
+            "causal": self.family.causal,
             "context_length": self.context_length,
             "dtype": str(self.dtype).removeprefix("torch."),
             "added_parameters": self.added_parameters,
@@ -144,7 +145,8 @@ def plan_conversion(
         hf_config: The teacher's config.
         mixer: The mixer of every layer that `layers` does not name.
         layers: Layer ranges to mixers: `"0-3"`, `"5,7"`, `"0-2,9"`, `"-1"` (the last layer).
-        lengths: Sequence lengths at which to compare the caches; None is 1,024, 4,096, ... and the context length.
+        lengths: Sequence lengths at which to compare the caches; None is 1,024, 4,096, ... and the context length. An
+            encoder has no cache to compare.
         dtype: Dtype the model will run in; None takes the config's, or float32.
 
     Returns:
@@ -152,7 +154,8 @@ def plan_conversion(
 
     Raises:
         ConfigError: Every rule that is broken: a layer range that is malformed, outside the model or given twice,
-            parts that are not built yet, `exact_kv_heads` outside the layer, a window beyond the context.
+            a causal mixer in an encoder or a bidirectional one in a decoder, `exact_kv_heads` outside the layer, a
+            window beyond the context.
         SourceError: The model's family is not supported, or its shape cannot be converted.
     """
     family = find_family(hf_config.model_type)
@@ -164,11 +167,12 @@ def plan_conversion(
     )
     chosen, problems = _assign_mixers(mixer, layers or {}, num_layers)
     for where, candidate in {"mixer": mixer, **(layers or {})}.items():
-        problems += [f"{where}: {problem}" for problem in _mixer_problems(candidate, geometry, context_length)]
+        problems += [f"{where}: {problem}" for problem in _mixer_problems(candidate, family, geometry, context_length)]
     if problems:
         raise ConfigError("the conversion cannot be done:\n  " + "\n  ".join(problems))
     dtype = dtype or _config_dtype(hf_config)
     lengths = lengths or (*(n for n in _COMPARED_LENGTHS if n < context_length), context_length)
+    lengths = lengths if family.causal else ()
     costs = {each: _measure(each, geometry, lengths, dtype) for each in set(chosen)}
     return ConversionPlan(
         family=family,
@@ -198,7 +202,7 @@ def _measure(
         "added_parameters": count_parameters(mixer, geometry),
         "cache_bytes": {n: cache_bytes(mixer, geometry, 1, n, dtype) for n in lengths},
         "kv_bytes": {n: cache_bytes(softmax, geometry, 1, n, dtype) for n in lengths},
-        "crossover": _first_gain(saved),
+        "crossover": _first_gain(saved) if lengths else None,
         **_work_crossovers(mixer, geometry, dtype),
     }
 
@@ -208,8 +212,9 @@ def _work_crossovers(mixer: MixerConfig, geometry: LayerGeometry, dtype: torch.d
 
     Heads that stay softmax (`exact_kv_heads`) cost the same on both sides, so that they do not move these lengths.
     """
+    never: dict[str, int | None] = dict.fromkeys(("prefill_crossover", "training_crossover", "decode_crossover"))
     if not mixer.linear:
-        return dict.fromkeys(("prefill_crossover", "training_crossover", "decode_crossover"))
+        return never
     shape = HeadShape(
         head_dim=geometry.head_dim,
         value_head_dim=geometry.head_dim,
@@ -219,6 +224,8 @@ def _work_crossovers(mixer: MixerConfig, geometry: LayerGeometry, dtype: torch.d
         sinks=mixer.sinks,
         feature_dim=mixer.feature_dim,
     )
+    if not mixer.causal:
+        return {**never, "prefill_crossover": bidirectional_crossover(shape)}
     return {
         # generation goes on from the state after the prompt
         "prefill_crossover": flops_crossover(shape, DEFAULT_CHUNK_SIZE, final_state=True),
@@ -301,11 +308,11 @@ def parse_layers(text: str, num_layers: int) -> list[int]:
     return indices
 
 
-def _mixer_problems(mixer: MixerConfig, geometry: LayerGeometry, context_length: int) -> list[str]:
+def _mixer_problems(mixer: MixerConfig, family: Family, geometry: LayerGeometry, context_length: int) -> list[str]:
     """Return why this mixer cannot stand in these layers (empty when it can)."""
     if mixer.score == "softmax":
         return []
-    problems = [f"{part} is not built yet (docs/mixers.md lists what is)" for part in mixer.not_built()]
+    problems = _family_problems(mixer, family)
     outside = [head for head in mixer.exact_kv_heads if head >= geometry.num_kv_heads]
     if outside:
         problems.append(f"exact_kv_heads {outside} must be between 0 and {geometry.num_kv_heads - 1}")
@@ -321,60 +328,19 @@ def _mixer_problems(mixer: MixerConfig, geometry: LayerGeometry, context_length:
     return problems
 
 
-def render_plan(plan: ConversionPlan) -> Group:
-    """Return the plan as tables for a rich console: every layer with totals, then the crossovers of every mixer."""
-    tables = [_layer_table(plan)]
-    if plan.mixers:
-        tables.append(_work_table(plan))
-    return Group(*tables)
-
-
-def _layer_table(plan: ConversionPlan) -> Table:
-    totals = [plan.total_cache_bytes(length) for length in plan.lengths]
-    scale, unit = (1e6, "MB") if max(map(max, totals)) >= 1e6 else (1e3, "kB")
-    dtype = str(plan.dtype).removeprefix("torch.")
-    table = Table(
-        title=f"{plan.family.name}, {len(plan.layers)} layers",
-        caption=f"{unit} of one sequence's cache after so many tokens, new / KV ({dtype}). "
-        "'smaller from': the length from which on the new cache is the smaller one.",
-    )
-
-    def pair(sizes: tuple[int, int]) -> str:
-        return " / ".join(f"{size / scale:,.2f}" for size in sizes)
-
-    table.add_column("layer", justify="right")
-    table.add_column("change", overflow="fold")
-    table.add_column("parameters added", justify="right")
-    for length in plan.lengths:
-        table.add_column(f"at {length:,}", justify="right")
-    table.add_column("smaller from", justify="right")
-    for layer in plan.layers:
-        change = f"softmax → {layer.label}" if layer.converted else "softmax, unchanged"
-        sizes = [pair((layer.cache_bytes[length], layer.kv_bytes[length])) for length in plan.lengths]
-        row = (str(layer.layer_idx), change, f"{layer.added_parameters:,}", *sizes)
-        table.add_row(*row, _length(layer.crossover) if layer.converted else "-")
-    table.add_section()
-    table.add_row("all", f"{len(plan.mixers)} converted", f"{plan.added_parameters:,}", *map(pair, totals), "")
-    return table
-
-
-def _work_table(plan: ConversionPlan) -> Table:
-    table = Table(
-        title="Less work than softmax from so many tokens on",
-        caption="Counts of the attention itself, not times. FLOPs: against causal softmax, in chunks of "
-        f"{DEFAULT_CHUNK_SIZE} tokens. Bytes: the state read and written at every token, window and sinks read, "
-        f"against a key/value cache in {str(plan.dtype).removeprefix('torch.')}.",
-    )
-    table.add_column("mixer", overflow="fold")
-    for name in ("layers", "prefill FLOPs", "training FLOPs", "decode bytes"):
-        table.add_column(name, justify="right")
-    by_label = {layer.label: layer for layer in plan.layers if layer.converted}
-    for label, layer in by_label.items():
-        count = sum(other.converted and other.label == label for other in plan.layers)
-        lengths = (layer.prefill_crossover, layer.training_crossover, layer.decode_crossover)
-        table.add_row(label, str(count), *map(_length, lengths))
-    return table
-
-
-def _length(tokens: int | None) -> str:
-    return "never" if tokens is None else f"{tokens:,}"
+def _family_problems(mixer: MixerConfig, family: Family) -> list[str]:
+    """Return why this mixer cannot stand in this family, whatever its sizes."""
+    problems = []
+    if mixer.causal and not family.causal:
+        problems.append(
+            f"causal: true in a {family.architecture}, an encoder, whose tokens see those after them too; set "
+            "causal: false"
+        )
+    if family.causal and not mixer.causal:
+        problems.append(
+            f"causal: false in a {family.architecture}, which predicts the next token: a sum over all tokens would "
+            "show it that token; set causal: true"
+        )
+    if mixer.rope == "drop" and not family.rotary:
+        problems.append(f"rope: drop in a {family.architecture}, which has no rotary embedding; use rope: keep")
+    return problems

@@ -34,7 +34,9 @@ def check_shape(hf_config: PretrainedConfig, family: Family, source: str = "this
             f"{num_heads} query heads do not divide evenly over {num_kv_heads} key/value heads; "
             "a state belongs to one key/value head and is shared by a whole number of query heads"
         )
-    if head_dim < 2 or head_dim % 2:
+    if not family.causal:
+        problems += _encoder_problems(hf_config)
+    if family.rotary and (head_dim < 2 or head_dim % 2):
         problems.append(f"head_dim {head_dim} is not an even number, which rotary embeddings need")
     if getattr(hf_config, "sliding_window", None):
         problems.append(
@@ -48,6 +50,20 @@ def check_shape(hf_config: PretrainedConfig, family: Family, source: str = "this
         raise SourceError(
             f"{source} is a {family.architecture} of a shape that cannot be converted: {'; '.join(problems)}."
         )
+
+
+def _encoder_problems(hf_config: PretrainedConfig) -> list[str]:
+    problems = []
+    if hf_config.hidden_size % hf_config.num_attention_heads:
+        problems.append(
+            f"its hidden size {hf_config.hidden_size} is not a multiple of its {hf_config.num_attention_heads} heads"
+        )
+    if getattr(hf_config, "is_decoder", False) or getattr(hf_config, "add_cross_attention", False):
+        problems.append("it is used as a decoder (is_decoder or add_cross_attention); only the encoder is supported")
+    positions = getattr(hf_config, "position_embedding_type", None) or "absolute"
+    if positions != "absolute":
+        problems.append(f"its positions are {positions!r}, inside the softmax; only 'absolute' ones are supported")
+    return problems
 
 
 def _rope_problems(hf_config: PretrainedConfig) -> list[str]:

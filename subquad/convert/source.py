@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from subquad.convert import gguf_cache, gguf_file
 from subquad.convert.families import Family, find_family
@@ -22,7 +22,7 @@ from subquad.convert.shape import check_shape
 from subquad.errors import SourceError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class SourceInfo:
         path: The directory or file; None for a hub id.
         hf_config: The Hugging Face config.
         family: The model family.
+        architecture: The transformers class that is loaded.
         num_parameters: Number of parameters, tied ones counted once.
         has_tokenizer: Whether a tokenizer comes with it; None for a hub id, where that shows only when it is loaded.
     """
@@ -73,8 +74,9 @@ class SourceInfo:
     source: str
     kind: Literal["hf_dir", "hub", "gguf", "named"]
     path: Path | None
-    hf_config: LlamaConfig
+    hf_config: PretrainedConfig
     family: Family
+    architecture: str
     num_parameters: int
     has_tokenizer: bool | None
 
@@ -143,12 +145,19 @@ def _find_named(name: str) -> Path:
 def _inspect_directory(source: str, path: Path) -> SourceInfo:
     hf_config, family = _read_config(source, path)
     shapes = read_shapes(path)
-    num_parameters = _match_tensors(source, family, hf_config, shapes)
+    for old, new in family.renamed_keys:
+        shapes = {name.replace(old, new): shape for name, shape in shapes.items()}
+    architecture = family.complete_architecture(_named_architecture(hf_config, family), shapes)
+    num_parameters = _match_tensors(source, family, architecture, hf_config, shapes)
     has_tokenizer = any((path / name).is_file() for name in _TOKENIZER_FILES)
-    return SourceInfo(source, "hf_dir", path, hf_config, family, num_parameters, has_tokenizer)
+    return SourceInfo(source, "hf_dir", path, hf_config, family, architecture, num_parameters, has_tokenizer)
 
 
-def _read_config(source: str, path: Path) -> tuple[LlamaConfig, Family]:
+def _named_architecture(hf_config: PretrainedConfig, family: Family) -> str:
+    return (getattr(hf_config, "architectures", None) or [family.architecture])[0]
+
+
+def _read_config(source: str, path: Path) -> tuple[PretrainedConfig, Family]:
     file = path / "config.json"
     if not file.is_file():
         found = sorted(entry.name for entry in path.glob("*.gguf"))
@@ -169,7 +178,7 @@ def _read_config(source: str, path: Path) -> tuple[LlamaConfig, Family]:
     return hf_config, family
 
 
-def _check_config(source: str, hf_config: LlamaConfig, family: Family) -> None:
+def _check_config(source: str, hf_config: PretrainedConfig, family: Family) -> None:
     quantised = getattr(hf_config, "quantization_config", None)
     if quantised:
         method = dict(quantised).get("quant_method", "unknown method")
@@ -192,11 +201,11 @@ def _inspect_gguf(source: str, path: Path) -> SourceInfo:
     hf_config = gguf_file.read_config(header)
     family = find_family(hf_config.model_type, source=source)
     _check_config(source, hf_config, family)
-    hf_names = list(_meta_model(family, hf_config).state_dict())
+    hf_names = list(_meta_model(family.architecture, hf_config).state_dict())
     shapes = gguf_file.hf_shapes(header, hf_names, family.size(hf_config, "num_layers"))
-    num_parameters = _match_tensors(source, family, hf_config, shapes)
+    num_parameters = _match_tensors(source, family, family.architecture, hf_config, shapes)
     has_tokenizer = "tokenizer.ggml.model" in header.metadata
-    return SourceInfo(source, "gguf", path, hf_config, family, num_parameters, has_tokenizer)
+    return SourceInfo(source, "gguf", path, hf_config, family, family.architecture, num_parameters, has_tokenizer)
 
 
 def _inspect_hub(source: str) -> SourceInfo:
@@ -207,8 +216,9 @@ def _inspect_hub(source: str) -> SourceInfo:
     architectures = getattr(hf_config, "architectures", None) or [None]
     family = find_family(hf_config.model_type, architectures[0], source)
     _check_config(source, hf_config, family)
-    num_parameters = _meta_model(family, hf_config).num_parameters()
-    return SourceInfo(source, "hub", None, hf_config, family, num_parameters, None)
+    architecture = _named_architecture(hf_config, family)
+    num_parameters = _meta_model(architecture, hf_config).num_parameters()
+    return SourceInfo(source, "hub", None, hf_config, family, architecture, num_parameters, None)
 
 
 def _hub_error(source: str, error: Exception) -> SourceError:
@@ -223,15 +233,15 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 
-def _meta_model(family: Family, hf_config: LlamaConfig) -> PreTrainedModel:
+def _meta_model(architecture: str, hf_config: PretrainedConfig) -> PreTrainedModel:
     """Build the model without memory for its weights: the class itself says which tensors it needs."""
     with torch.device("meta"):
-        return getattr(transformers, family.architecture)(hf_config)
+        return getattr(transformers, architecture)(hf_config)
 
 
-def _match_tensors(source: str, family: Family, hf_config: LlamaConfig, found: Shapes) -> int:
+def _match_tensors(source: str, family: Family, architecture: str, hf_config: PretrainedConfig, found: Shapes) -> int:
     """Check that the checkpoint holds the model's tensors, all of them and no others; return how many numbers."""
-    model = _meta_model(family, hf_config)
+    model = _meta_model(architecture, hf_config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     # a tied tensor has several names in the state dict, one among the parameters
     missing = [name for name, _ in model.named_parameters() if name not in found]
@@ -240,8 +250,7 @@ def _match_tensors(source: str, family: Family, hf_config: LlamaConfig, found: S
         for name, shape in found.items()
         if expected.get(name, shape) != shape
     ]
-    ignored = re.compile("|".join(family.ignored_keys))
-    unexpected = [name for name in found if name not in expected and not ignored.fullmatch(name)]
+    unexpected = [name for name in found if name not in expected and not family.ignores(name)]
     problems = [
         f"{len(names)} {what}: {', '.join(names[:_SHOWN_KEYS])}{', ...' if len(names) > _SHOWN_KEYS else ''}"
         for what, names in (("missing", missing), ("of another shape", reshaped), ("not part of the model", unexpected))
@@ -289,7 +298,7 @@ def _load_gguf(info: SourceInfo, dtype: torch.dtype) -> tuple[PreTrainedModel, P
         return _load_hf(info, str(copy), dtype)
     header = gguf_file.read_header(info.path)
     model, loading_info = gguf_file.dequantise(header, info.hf_config, dtype)
-    _check_loading(info.source, loading_info)
+    _check_loading(info, loading_info)
     tokenizer = gguf_file.load_tokenizer(header) if info.has_tokenizer else None
     # only float32 holds what the file says exactly, and so serves every dtype
     if dtype == torch.float32:
@@ -300,7 +309,7 @@ def _load_gguf(info: SourceInfo, dtype: torch.dtype) -> tuple[PreTrainedModel, P
 def _load_hf(
     info: SourceInfo, location: str, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    model_class = getattr(transformers, info.family.architecture)
+    model_class = getattr(transformers, info.architecture)
     try:
         model, loading_info = model_class.from_pretrained(
             location, config=info.hf_config, dtype=dtype, output_loading_info=True
@@ -309,7 +318,7 @@ def _load_hf(
         if info.kind == "hub" and isinstance(error, OSError):
             raise _hub_error(info.source, error) from error
         raise SourceError(f"{info.source} could not be loaded: {_first_line(error)}") from error
-    _check_loading(info.source, loading_info)
+    _check_loading(info, loading_info)
     if info.has_tokenizer is False:
         return model, None
     try:
@@ -318,11 +327,14 @@ def _load_hf(
         raise SourceError(f"the tokenizer of {info.source} could not be loaded: {_first_line(error)}") from error
 
 
-def _check_loading(source: str, loading_info: dict[str, Any]) -> None:
+def _check_loading(info: SourceInfo, loading_info: dict[str, Any]) -> None:
     wrong = {what: sorted(map(str, names)) for what, names in loading_info.items() if names}
+    dropped = [name for name in wrong.pop("unexpected_keys", []) if not info.family.ignores(name)]
+    if dropped:
+        wrong["unexpected_keys"] = dropped
     if wrong:
         shown = "; ".join(f"{what}: {', '.join(names[:_SHOWN_KEYS])}" for what, names in wrong.items())
-        raise SourceError(f"the tensors of {source} are not those of its architecture: {shown}.")
+        raise SourceError(f"the tensors of {info.source} are not those of its architecture: {shown}.")
 
 
 def _check_loaded(info: SourceInfo, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:

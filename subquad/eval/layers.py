@@ -32,8 +32,8 @@ class _LayerSums:
     def add(self, layer: SubquadAttention, kwargs: dict[str, Any]) -> None:
         inputs = layer.inputs(kwargs["hidden_states"], kwargs["position_embeddings"], kwargs.get("sequence"))
         mixer = layer.mixer
-        target = layer.o_proj(layer.exact_heads(inputs).flatten(2)).float()
-        out = layer.o_proj(layer.student_heads(inputs).flatten(2)).float()
+        target = layer.project_out(layer.exact_heads(inputs)).float()
+        out = layer.project_out(layer.student_heads(inputs)).float()
         self.error += (out - target).square().sum().item()
         self.power += target.square().sum().item()
         self.tokens += out.shape[0] * out.shape[1]

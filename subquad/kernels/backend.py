@@ -82,8 +82,10 @@ def device_problem(device: torch.device) -> str | None:
     return None
 
 
-def input_problem(q: Tensor, k: Tensor, v: Tensor, orders: tuple[int, ...]) -> str | None:
+def input_problem(q: Tensor, k: Tensor, v: Tensor, orders: tuple[int, ...], causal: bool = True) -> str | None:
     """Return why the Triton kernels cannot take these inputs on a device that runs them, or None if they can."""
+    if not causal:
+        return "causal=False (every query sees every key) is computed in PyTorch"
     if orders[-1] > MAX_STATE_ORDER:
         return f"power {orders[-1]} is above {MAX_STATE_ORDER}"
     if torch.float64 in (q.dtype, k.dtype, v.dtype):
@@ -110,7 +112,9 @@ def backend_from_environment() -> Backend:
     )
 
 
-def choose_backend(backend: Backend, q: Tensor, k: Tensor, v: Tensor, orders: tuple[int, ...]) -> Choice:
+def choose_backend(
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, orders: tuple[int, ...], causal: bool = True
+) -> Choice:
     """Choose the implementation.
 
     `auto` is what the environment variable `SUBQUAD_BACKEND` names. Where that is not set, it takes the Triton kernels
@@ -122,6 +126,7 @@ def choose_backend(backend: Backend, q: Tensor, k: Tensor, v: Tensor, orders: tu
         k: `[B, T, Hkv, d]`.
         v: `[B, T, Hkv, e]`.
         orders: The powers with a coefficient.
+        causal: Whether a query sees the keys up to its own only.
 
     Returns:
         The choice and why.
@@ -141,7 +146,7 @@ def choose_backend(backend: Backend, q: Tensor, k: Tensor, v: Tensor, orders: tu
         reason = f"the tensors are on {q.device.type}"
         say_once(logging.INFO, _SAYING, reason)
         return Choice("torch", reason)
-    problem = device_problem(q.device) or input_problem(q, k, v, orders)
+    problem = device_problem(q.device) or input_problem(q, k, v, orders, causal)
     if problem is None:
         return Choice("triton", asked if backend == "triton" else "the tensors are on an NVIDIA GPU")
     if backend == "triton":

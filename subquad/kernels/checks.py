@@ -104,6 +104,23 @@ def check_cu_seqlens(cu_seqlens: Tensor, k: Tensor, needs_state: bool) -> None:
     _raise(problems)
 
 
+def check_bidirectional(form: str, has_decay: bool, needs_state: bool, packed: bool, same_length: bool) -> None:
+    """Raise `ConfigError` unless the arguments make sense where every query sees every key (`causal=False`)."""
+    problems = []
+    if has_decay:
+        problems.append(
+            "log_decay with causal=False: a decay says how much of the past is left at a query, and here a query sees "
+            "the tokens after it too; leave it out"
+        )
+    if needs_state:
+        problems.append("a state with causal=False: nothing comes after a sum over all tokens; leave it out")
+    if form == "recurrent":
+        problems.append("form 'recurrent' with causal=False: a token sees those after it; use 'auto' or 'chunked'")
+    if packed and not same_length:
+        problems.append("cu_seqlens with causal=False needs as many queries as keys, to know whose queries they are")
+    _raise(problems)
+
+
 def check_precision(precision: str) -> None:
     """Raise `ConfigError` unless the precision is a known one."""
     _raise([] if precision in PRECISIONS else [f"precision {precision!r} must be one of {', '.join(PRECISIONS)}"])

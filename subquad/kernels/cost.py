@@ -239,6 +239,29 @@ def flops_crossover(
     return _first_length(is_cheaper, above=above)
 
 
+def bidirectional_crossover(shape: HeadShape) -> int:
+    """Return the length from which one state of all keys needs fewer FLOPs than all pairs (encoders, `causal=False`).
+
+    With `rows` rows of the state, forward: `rows e (1 + 1/G) / (d + e)` tokens.
+
+    Args:
+        shape: Sizes; powers at most 2, window and sinks do not matter.
+
+    Returns:
+        The smallest such number of tokens.
+
+    Raises:
+        ConfigError: Powers above 2.
+    """
+
+    def is_cheaper(seq_len: int) -> bool:
+        queries = shape.group_size * seq_len
+        # `pair_flops` is of queries that meet half of a stretch
+        return state_flops(shape, queries, seq_len) < pair_flops(shape, queries, 2 * seq_len, training=False)
+
+    return 1 if is_cheaper(1) else _first_length(is_cheaper, above=1)
+
+
 def decode_crossover(
     shape: HeadShape,
     *,

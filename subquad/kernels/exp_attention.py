@@ -40,6 +40,7 @@ class ExpInputs(NamedTuple):
     valid: Tensor | None
     documents: Tensor | None
     normalize: bool
+    causal: bool = True
 
 
 def exp_attention(
@@ -52,11 +53,12 @@ def exp_attention(
     clamp: float | None = None,
     valid: Tensor | None = None,
     documents: Tensor | None = None,
+    causal: bool = True,
     normalize: bool = True,
     form: str = "auto",
     backend: ExpBackend = "auto",
 ) -> Tensor:
-    """Attend causally with `exp(min(x, clamp) + L)` as weight, `x = scale q.k`. Quadratic time; has gradients.
+    """Attend with `exp(min(x, clamp) + L)` as weight, `x = scale q.k`. Quadratic time; has gradients.
 
     Args:
         q: `[B, Tq, H, d]`; the queries are the last Tq positions of k.
@@ -68,6 +70,8 @@ def exp_attention(
         valid: `[B, T]` bool, False hides a key (padding); it still decays what came before it. None shows all.
         documents: `[B, T]` integer ids, equal for the tokens of one document, which stand together; a query sees keys
             of its own document only. None is one document.
+        causal: whether a query sees the keys up to its own position only; else all of them, without decay and on
+            PyTorch's own attention (an encoder's sequences are short).
         normalize: whether to divide by the sum of weights; False needs a clamp, or e^x may overflow.
         form: `quadratic` or `auto`, which is the same: other forms do not exist.
         backend: `flex` is one fused FlexAttention kernel, on NVIDIA GPUs. `torch` is PyTorch's attention with a bias,
@@ -79,8 +83,8 @@ def exp_attention(
         that sees no key gives 0.
 
     Raises:
-        ConfigError: shapes that do not fit together, a form that does not exist, no clamp for a numerator, or a backend
-            that is unknown or cannot run.
+        ConfigError: shapes that do not fit together, a form that does not exist, no clamp for a numerator, a decay
+            where not causal, or a backend that is unknown or cannot run.
     """
     check_shapes(q, k, v, log_decay, None)
     if form not in ("auto", "quadratic"):
@@ -90,31 +94,36 @@ def exp_attention(
         )
     if not normalize and clamp is None:
         raise ConfigError("exp_attention: normalize=False without a clamp: e^x overflows; give one (5.0 in the paper)")
+    if not causal and log_decay is not None:
+        raise ConfigError(
+            "exp_attention: log_decay with causal=False: a query sees the tokens after it too, and a decay has no "
+            "meaning for those; leave it out"
+        )
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if q.device.type == "cuda":
         q, k, v = under_autocast(q, k, v)
     with torch.autocast(q.device.type, enabled=False):
-        inputs = ExpInputs(q, k, v, log_decay, scale, clamp, valid, documents, normalize)
-        if _fuses(backend, q, k, v):
+        inputs = ExpInputs(q, k, v, log_decay, scale, clamp, valid, documents, normalize, causal)
+        if _fuses(backend, q, k, v, causal):
             from subquad.kernels.exp_flex import flex_exp_attention
 
             return flex_exp_attention(inputs)
         return _in_torch(inputs)
 
 
-def _fuses(backend: ExpBackend, q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _fuses(backend: ExpBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     """Return whether FlexAttention runs."""
     if backend not in EXP_BACKENDS:
         raise ConfigError(
             f"exp_attention: backend {backend!r} is unknown; it must be one of {', '.join(EXP_BACKENDS)}."
         )
-    if backend == "torch":
+    if backend == "torch" or (backend == "auto" and not causal):
         return False
     if backend == "auto" and (
         q.device.type != "cuda" or q.shape[1] < MIN_QUERIES or backend_from_environment() == "torch"
     ):
         return False
-    problem = flex_problem(q, k, v)
+    problem = flex_problem(q, k, v) if causal else "its mask is causal, and this call is not"
     if problem is None:
         return True
     if backend == "flex":
@@ -134,7 +143,8 @@ def _in_torch(inputs: ExpInputs) -> Tensor:
     q = q.transpose(1, 2)
     masked = inputs.log_decay is not None or inputs.valid is not None or inputs.documents is not None
     if plain and not masked and q.shape[2] in (1, k.shape[2]):
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=inputs.scale)
+        is_causal = inputs.causal and q.shape[2] > 1
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=inputs.scale)
         return out.transpose(1, 2)
     seen = visible_keys(inputs)
     sees_none = ~seen.any(-1, keepdim=True)
@@ -164,7 +174,7 @@ def visible_keys(inputs: ExpInputs) -> Tensor:
     """Return `[B or 1, 1, Tq, T]` bool: which keys each query sees."""
     num_queries, num_keys = inputs.q.shape[1], inputs.k.shape[1]
     steps = torch.arange(num_keys, device=inputs.q.device)
-    seen = (steps <= steps[num_keys - num_queries :, None])[None]
+    seen = (steps <= steps[num_keys - num_queries :, None])[None] | (not inputs.causal)
     if inputs.valid is not None:
         seen = seen & inputs.valid[:, None]
     if inputs.documents is not None:

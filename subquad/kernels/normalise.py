@@ -29,7 +29,7 @@ def _decayed_sum(x: Tensor, factor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def normaliser_bound(inputs: PolyInputs) -> Tensor | None:
+def normaliser_bound(inputs: PolyInputs, causal: bool = True) -> Tensor | None:
     """Bound the sum of weights from above, from its even powers.
 
     `sum_s kw_s exp(L_ts) (|c0| + |c2| (scale |q_t| |k_s|)**2)`; the odd power needs no term, `2 |x| <= 1 + x**2`. What
@@ -37,9 +37,10 @@ def normaliser_bound(inputs: PolyInputs) -> Tensor | None:
 
     Args:
         inputs: The op's inputs, powers at most 2.
+        causal: Whether a query meets the keys up to its own only; else all of them, without decays or state.
 
     Returns:
-        `[B, Hkv, G, Tq]`, or None where no even power is present.
+        `[B, Hkv, G, Tq]` (`[B, Hkv, G, 1 or Tq]` where not causal), or None where no even power is present.
     """
     head_dim, num_queries = inputs.q.shape[-1], inputs.q.shape[-2]
     rows = row_slices(head_dim, inputs.orders)
@@ -55,7 +56,8 @@ def normaliser_bound(inputs: PolyInputs) -> Tensor | None:
             if order == 2:
                 before = before.index_select(-1, square_rows(head_dim, before.device))
             sizes[..., 0] += factor[..., 0] * before.sum(-1)
-        term = _decayed_sum(sizes, factor)[..., -num_queries:].unsqueeze(2) * coef.abs().unsqueeze(-1)
+        total = _decayed_sum(sizes, factor)[..., -num_queries:] if causal else sizes.sum(-1, keepdim=True)
+        term = total.unsqueeze(2) * coef.abs().unsqueeze(-1)
         if order == 2:
             term = term * inputs.q.square().sum(-1)
         bound = term if bound is None else bound + term

@@ -1,6 +1,7 @@
 """Token mixers: configuration, presets, the attention module built from parts, its cache and its modes."""
 
 from subquad.layers.attention import SubquadAttention, count_parameters, layer_geometry
+from subquad.layers.bert_attention import SubquadBertAttention
 from subquad.layers.cache import SubquadCacheLayer, cache_bytes, cache_layout
 from subquad.layers.config import MixerConfig, parse_mixer
 from subquad.layers.geometry import LayerGeometry
@@ -13,6 +14,7 @@ __all__ = [
     "LayerGeometry",
     "MixerConfig",
     "SubquadAttention",
+    "SubquadBertAttention",
     "SubquadCacheLayer",
     "attention_mode",
     "cache_bytes",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig
+from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
@@ -26,6 +27,9 @@ from subquad.layers.transfer import local_loss
 class SubquadAttention(nn.Module):
     """Replaces a Llama attention module; keeps its q, k, v, o projections and adds parameters under `mixer`.
 
+    What another family names or does otherwise is in the class attributes, `projections`, `dropout_rate`,
+    `project_out` and `forward`, which its subclass overrides (`bert_attention.py`).
+
     `mode` says what a forward computes: `student` the mixer, `teacher` the original softmax attention, `window_only`
     the window and sinks without the far part (the control), `transfer` the teacher's output, recording in `local_loss`
     how far the student is from it.
@@ -37,13 +41,30 @@ class SubquadAttention(nn.Module):
         split: which heads are exact and which are converted.
         mode: see above; set by `attention_mode`.
         local_loss: scalar of the last `transfer` forward, None otherwise.
+        teacher_attributes: names of what a converted layer takes over from the layer it replaces.
+        eager_attention: the family's attention function where the config asks for none of the others.
     """
+
+    teacher_attributes: ClassVar[tuple[str, ...]] = (
+        "layer_idx",
+        "head_dim",
+        "num_key_value_groups",
+        "scaling",
+        "attention_dropout",
+        "is_causal",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    )
+    eager_attention: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]] = staticmethod(eager_attention_forward)
 
     q_proj: nn.Linear
     k_proj: nn.Linear
     v_proj: nn.Linear
     o_proj: nn.Linear
-    config: LlamaConfig
+    attention_dropout: float
+    config: PretrainedConfig
     layer_idx: int
     scaling: float
     mixer: Mixer | None
@@ -52,11 +73,11 @@ class SubquadAttention(nn.Module):
         """Take over an attention module.
 
         Args:
-            attention: a Llama attention module; its projections are used, not copied.
+            attention: the attention module of the teacher; its projections are used, not copied.
             mixer_config: any mixer but `softmax`, whose layers are left as they are.
         """
         super().__init__()
-        for name in TEACHER_ATTRIBUTES:
+        for name in self.teacher_attributes:
             setattr(self, name, getattr(attention, name))
         self.config = attention.config
         self.mixer_config = mixer_config
@@ -66,15 +87,27 @@ class SubquadAttention(nn.Module):
         self.mode = "student"
         self.local_loss: Tensor | None = None
 
+    @property
+    def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        """The projections of q, k and v."""
+        return self.q_proj, self.k_proj, self.v_proj
+
+    @property
+    def dropout_rate(self) -> float:
+        """The teacher's dropout on its attention weights while training; a mixer has none."""
+        return self.attention_dropout
+
+    def project_out(self, heads: Tensor) -> Tensor:
+        """Turn heads `[B, T, num_heads, head_dim]` into what the layer returns, `[B, T, hidden_size]`."""
+        return self.o_proj(heads.flatten(2).contiguous())
+
     def start_from_projections(self) -> None:
         """Set what the mixer takes over from the teacher's projections: a learned feature map's start."""
         if self.mixer is None or self.mixer.score.features is None:
             return
         weights = []
-        for project, heads in (
-            (self.q_proj, self.split.query_heads(self.split.mixed)),
-            (self.k_proj, self.split.mixed),
-        ):
+        query_heads = self.split.query_heads(self.split.mixed)
+        for project, heads in zip(self.projections, (query_heads, self.split.mixed), strict=False):
             by_head = project.weight.detach().unflatten(0, (-1, self.geometry.head_dim))
             weights.append(by_head[list(heads)].flatten(0, 1))
         self.mixer.score.features.start_from(*weights)
@@ -122,37 +155,37 @@ class SubquadAttention(nn.Module):
             layer_cache.allocate(layout, hidden_states.shape[0], hidden_states.device)
             layer_cache.seq_length += hidden_states.shape[1]
             inputs = inputs._replace(buffers=layer_cache.buffers)
-        return self.o_proj(self.student_heads(inputs).flatten(2)), None
+        return self.project_out(self.student_heads(inputs)), None
 
     def inputs(
-        self, hidden_states: Tensor, rope: tuple[Tensor, Tensor], sequence: SequenceInfo | None = None
+        self, hidden_states: Tensor, rope: tuple[Tensor, Tensor] | None, sequence: SequenceInfo | None = None
     ) -> HeadInputs:
         """Project the layer's input into heads.
 
         Args:
             hidden_states: `[B, T, hidden_size]`.
-            rope: (cos, sin).
+            rope: (cos, sin), or None where positions are in the embeddings.
             sequence: padding and packed documents; None is neither.
 
         Returns:
             q, k, v of all heads, not rotated.
         """
         shape = (*hidden_states.shape[:-1], -1, self.geometry.head_dim)
-        q, k, v = (project(hidden_states).view(shape) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (project(hidden_states).view(shape) for project in self.projections)
         return HeadInputs(hidden_states, q, k, v, rope, sequence or SequenceInfo())
 
     def _teacher(
         self, inputs: HeadInputs, attention_mask: Tensor | None, cache: Cache | None, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the original attention exactly as transformers' Llama does."""
+        """Run the original attention exactly as transformers does."""
         q, k = (x.transpose(1, 2) for x in inputs.rotate(inputs.q, inputs.k))
         v = inputs.v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        dropout = self.attention_dropout if self.training else 0.0
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager_attention)
+        dropout = self.dropout_rate if self.training else 0.0
         out, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
-        return self.o_proj(out.flatten(2).contiguous()), weights
+        return self.project_out(out), weights
 
     def student_heads(self, inputs: HeadInputs) -> Tensor:
         """Compute the student's output per head, before `o_proj`.
@@ -191,7 +224,7 @@ class SubquadAttention(nn.Module):
         num_new, seq_len = q.shape[1], k.shape[1]
         steps = torch.arange(seq_len, device=q.device)
         own = steps[seq_len - num_new :, None]
-        seen = (steps <= own) & valid[:, None]
+        seen = ((steps <= own) | (not self.mixer_config.causal)) & valid[:, None]
         documents = inputs.sequence.documents
         if documents is not None:
             seen = seen & (documents[:, :, None] == documents[:, None])
@@ -206,25 +239,11 @@ class SubquadAttention(nn.Module):
         return f"layer_idx={self.layer_idx}, mixer={self.mixer_config.score}, order={self.mixer_config.order}"
 
 
-# What a Llama attention module needs, and what a converted layer takes over from it.
-TEACHER_ATTRIBUTES = (
-    "layer_idx",
-    "head_dim",
-    "num_key_value_groups",
-    "scaling",
-    "attention_dropout",
-    "is_causal",
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-)
-
-
-def layer_geometry(config: LlamaConfig) -> LayerGeometry:
-    """Read a Llama config's attention sizes."""
+def layer_geometry(config: PretrainedConfig) -> LayerGeometry:
+    """Read a config's attention sizes; one that knows neither key/value heads nor their width has the plain ones."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return LayerGeometry(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim)
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return LayerGeometry(config.hidden_size, config.num_attention_heads, num_kv_heads, head_dim)
 
 
 def count_parameters(mixer_config: MixerConfig, geometry: LayerGeometry) -> int:

@@ -37,7 +37,7 @@ class MixerConfig(BaseModel):
             With a window it acts on the far part only, so that the window stays exact.
         conv_activation: activation after the convolution; SiLU has no identity start.
         value_step: factor on v: `softplus(W x + b)` per key/value head (with `decay: mamba2` the decay's own dt), or
-            Cottention's `s ** -sigmoid(m)`.
+            Cottention's `s ** -sigmoid(m)`, s the tokens that the value's own token sees.
         normaliser: `sum` divides by the sum of weights, `rms` is an RMS norm over the concatenated heads (`gated_rms`
             of the gated output), the `head_*` ones normalise the numerator per head, `count` divides by the number of
             visible tokens.
@@ -56,7 +56,9 @@ class MixerConfig(BaseModel):
         precision: of the far part's matrix products on a GPU, see `subquad.kernels.poly_attention`; `high` where
             queries are nearly orthogonal to what their keys have in common.
         exact_kv_heads: key/value heads of this layer that stay exact softmax over all tokens.
-        causal: whether a token sees only itself and the past.
+        causal: whether a token sees only itself and the past. `false` is for encoders: sums over all tokens, without
+            the parts that need an order in time (decay, convolution, token shift, window). What counts tokens
+            (`value_step: position`, `normaliser: count`) counts all of them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -128,6 +130,8 @@ class MixerConfig(BaseModel):
             problems += self._impossible_with_exp()
         if self.score == "softmax":
             problems += self._impossible_with_softmax()
+        elif not self.causal:
+            problems += self._impossible_without_order()
         if len(set(self.exact_kv_heads)) != len(self.exact_kv_heads):
             problems.append(f"exact_kv_heads has duplicates: {list(self.exact_kv_heads)}")
         return problems
@@ -164,13 +168,30 @@ class MixerConfig(BaseModel):
             return []
         return [f"score: softmax leaves the layer as it is, so these have no effect: {', '.join(changed)}"]
 
-    def not_built(self) -> list[str]:
-        """Return the parts of this config that have no implementation yet (empty when it can run)."""
-        return [
-            f"{name}: {str(getattr(self, name)).lower()}"
-            for name, built in _BUILT.items()
-            if getattr(self, name) not in built
-        ]
+    def _impossible_without_order(self) -> list[str]:
+        problems = []
+        if self.decay != "none":
+            problems.append(
+                f"decay: {self.decay} with causal: false: a decay says how much of the past is left at a token, and "
+                "here it sees the tokens after it too; use decay: none"
+            )
+        if self.conv_width > 1:
+            problems.append(
+                f"conv_width: {self.conv_width} with causal: false: the convolution reads the tokens before, while an "
+                "encoder has no direction; use conv_width: 1"
+            )
+        if self.kv_shift:
+            problems.append("kv_shift: true with causal: false: it mixes in the token before; use kv_shift: false")
+        if self.window:
+            problems.append(
+                f"window: {self.window} with causal: false: a window is of the last tokens, and what leaves it enters "
+                "a state that later tokens read; use window: 0"
+            )
+        if self.precision != "default":
+            problems.append(
+                f"precision: {self.precision} is for the causal kernels; sums over all tokens are computed in float32"
+            )
+        return problems
 
     @property
     def linear(self) -> bool:
@@ -192,11 +213,6 @@ class MixerConfig(BaseModel):
         if self.score == "power":
             return tuple(range(self.order + 1)) if self.offset else (self.order,)
         return tuple(range(self.order + 1))
-
-
-_BUILT: dict[str, tuple[object, ...]] = {
-    "causal": (True,),
-}
 
 
 def parse_mixer(value: dict[str, object]) -> MixerConfig:

@@ -22,7 +22,7 @@ class HeadInputs(NamedTuple):
         q: `[B, T, num_heads, head_dim]`.
         k: `[B, T, num_kv_heads, head_dim]`.
         v: `[B, T, num_kv_heads, head_dim]`.
-        rope: (cos, sin), each `[B or 1, T, head_dim]`.
+        rope: (cos, sin), each `[B or 1, T, head_dim]`; None where positions are in the embeddings.
         sequence: padding and packed documents.
         buffers: the layer's cached tensors, updated in place; None without a cache.
     """
@@ -31,12 +31,14 @@ class HeadInputs(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    rope: tuple[Tensor, Tensor]
+    rope: tuple[Tensor, Tensor] | None
     sequence: SequenceInfo
     buffers: Buffers | None = None
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q and k `[B, T, heads, head_dim]` with the rotary embedding of these positions."""
+        """Return q and k `[B, T, heads, head_dim]` with the rotary embedding of these positions, if there is one."""
+        if self.rope is None:
+            return q, k
         return apply_rotary_pos_emb(q, k, *self.rope, unsqueeze_dim=2)
 
     def select(self, split: HeadSplit, kv_heads: tuple[int, ...]) -> HeadInputs:

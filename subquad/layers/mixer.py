@@ -149,7 +149,7 @@ class Mixer(nn.Module):
         """
         config, buffers = self.config, inputs.buffers
         gate = None if self.gate is None else self.gate(inputs.hidden_states).view(inputs.q.shape)
-        rank = count_tokens(inputs) if config.counts_tokens else None
+        rank = self._visible_tokens(inputs) if config.counts_tokens else None
         if not config.window:
             far = self._far_inputs(inputs, rank)
             written = FarStream(far.k, far.v, far.log_decay, inputs.real())
@@ -175,6 +175,13 @@ class Mixer(nn.Module):
         far = self._far_inputs(inputs, rank, rotated)
         out, mass = self._attend(far.q, stream.delay(far.k, far.v, far.log_decay, shared), buffers)
         return MixerParts(out, mass, near, gate=gate)
+
+    def _visible_tokens(self, inputs: HeadInputs) -> Tensor:
+        """Count the real tokens that each position sees, `[B, T]`."""
+        if self.config.causal:
+            return count_tokens(inputs)
+        real = inputs.real()
+        return real.sum(1, keepdim=True).expand_as(real)
 
     def _far_inputs(
         self, inputs: HeadInputs, rank: Tensor | None, rotated: tuple[Tensor, Tensor] | None = None
@@ -257,6 +264,7 @@ class Mixer(nn.Module):
             clamp=config.score_clamp,
             valid=None if everything_real else written.weight,
             documents=inputs.sequence.documents,
+            causal=config.causal,
             normalize=config.normaliser != "count",
         )
 
@@ -279,6 +287,7 @@ class Mixer(nn.Module):
             coefs=self.score.coefficients(),
             scale=config.scale,
             key_weight=written.weight[..., None].expand(-1, -1, self.geometry.num_kv_heads).float(),
+            causal=config.causal,
             normalize=config.normalised and not config.window,
             initial_state=state,
             output_final_state=state is not None,

@@ -203,7 +203,8 @@ def resolve_mixer(value: str | dict[str, object]) -> MixerConfig:
     """Turn a preset name, or a mapping with an optional `preset` key and overrides, into a `MixerConfig`.
 
     Args:
-        value: `"2mamba"`, or `{"preset": "taylor", "order": 3, "window": 0}`, or all parts spelled out.
+        value: `"2mamba"`, or `{"preset": "taylor", "order": 3, "window": 0}`, or all parts spelled out. `causal: False`
+            takes a preset's window away, which an encoder cannot have.
 
     Returns:
         The validated config.
@@ -222,6 +223,9 @@ def resolve_mixer(value: str | dict[str, object]) -> MixerConfig:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"mixer {name!r} is unknown{hint} Known: {', '.join(sorted(PRESETS))}.")
     base = PRESETS[str(name)].model_dump()
+    if parts.get("causal") is False:
+        # a preset's window is an addition for conversions of decoders, not a part of its system
+        base.update({key: 0 for key in ("window", "sinks") if key not in parts})
     for conflict, keys in {"window": ("sinks",), "decay": ("decay_timescale",)}.items():
         if parts.get(conflict) in (0, "none"):
             base.update({key: (0 if key == "sinks" else None) for key in keys if key not in parts})

@@ -40,7 +40,7 @@ def local_loss(attention: SubquadAttention, inputs: HeadInputs, teacher_out: Ten
     Args:
         attention: the layer.
         inputs: the teacher's heads; no gradient flows into them.
-        teacher_out: `[B, T, hidden_size]` after `o_proj`; padding does not count.
+        teacher_out: `[B, T, hidden_size]`, what the layer returns; padding does not count.
 
     Returns:
         Scalar float32, differentiable with respect to the mixer's trainable parameters. 1 is as bad as an output of 0.
@@ -51,7 +51,7 @@ def local_loss(attention: SubquadAttention, inputs: HeadInputs, teacher_out: Ten
     target = teacher_out.detach().float() * real
 
     def compute() -> Tensor:
-        out = attention.o_proj(attention.student_heads(inputs).flatten(2)).float() * real
+        out = attention.project_out(attention.student_heads(inputs)).float() * real
         return (out - target).square().sum() / target.square().sum()
 
     parameters: list[Tensor] = []

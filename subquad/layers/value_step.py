@@ -49,6 +49,9 @@ class PositionValueStep(nn.Module):
 
     s counts the real tokens of the token's own document, from 1: padding does not count, a packed document starts anew,
     and a cache continues the count. It stands in for a normaliser: the sum over t tokens grows like a power of t.
+    Both of the paper's models divide by the number of tokens that the value's own token sees. In its decoder that is
+    the position, in its BERT the number of real tokens of the whole sequence (the sum of the attention mask, in its
+    public code), so that every value of a sequence has the same factor.
 
     Attributes:
         exponent: `[num_kv_heads]` float32, m; 0.5 at the start, as in [B].
@@ -73,7 +76,8 @@ class PositionValueStep(nn.Module):
         """Return the factors `[B, T, num_kv_heads]`, in (0, 1], float32.
 
         Args:
-            rank: `[B, T]` real tokens of the document up to each position (0 only before its first real token).
+            rank: `[B, T]` real tokens that each position sees: those of the document up to it (0 only before its first
+                real token), or in an encoder all.
 
         Returns:
             `rank ** -sigmoid(m)`.

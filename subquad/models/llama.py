@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import (
@@ -18,20 +18,16 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaPreTrainedModel
-from transformers.utils import logging
 
-from subquad.errors import ConfigError
-from subquad.layers import MixerConfig, SubquadAttention, converted_layers, parse_mixer
-from subquad.layers.attention import TEACHER_ATTRIBUTES
+from subquad.layers import SubquadAttention
 from subquad.layers.cache import cache_argument
 from subquad.layers.sequence import SequenceInfo
-
-logger = logging.get_logger(__name__)
+from subquad.models.common import Conversion, ConvertedConfig, ConvertedModel, check_call
 
 _CACHE_ARGUMENT = cache_argument(LlamaModel)
 
 
-class SubquadLlamaConfig(LlamaConfig):
+class SubquadLlamaConfig(ConvertedConfig, LlamaConfig):
     """A Llama configuration plus the mixer of every layer.
 
     Attributes:
@@ -41,37 +37,11 @@ class SubquadLlamaConfig(LlamaConfig):
     model_type = "subquad_llama"
     mixers: list[dict[str, Any] | None] | None = None
 
-    def layer_mixers(self) -> list[MixerConfig | None]:
-        """Return the mixer of every layer, None where the layer keeps its softmax attention.
 
-        Returns:
-            A list of `num_hidden_layers` entries.
-
-        Raises:
-            ConfigError: The number of mixers is not the number of layers, or a mixer is not valid.
-        """
-        mixers = self.mixers or [None] * self.num_hidden_layers
-        if len(mixers) != self.num_hidden_layers:
-            raise ConfigError(
-                f"config.mixers has {len(mixers)} entries but the model has {self.num_hidden_layers} layers; "
-                "give one mixer (or null) per layer"
-            )
-        parsed = [None if mixer is None else parse_mixer(mixer) for mixer in mixers]
-        return [None if mixer is None or mixer.score == "softmax" else mixer for mixer in parsed]
-
-
-class _ConvertedModel(LlamaPreTrainedModel):
-    """What loading and starting weights must know about converted layers, whatever stands on the decoder."""
+class _ConvertedModel(ConvertedModel, LlamaPreTrainedModel):
+    """The base class of the models."""
 
     config: SubquadLlamaConfig
-    _keep_in_fp32_modules_strict: ClassVar[set[str]] = {"mixer"}
-    _can_compile_fullgraph = False
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        reset = getattr(module, "reset_parameters", None)
-        if type(module).__module__.startswith("subquad.layers") and callable(reset):
-            reset()
 
 
 class SubquadLlamaModel(_ConvertedModel, LlamaModel):
@@ -81,7 +51,7 @@ class SubquadLlamaModel(_ConvertedModel, LlamaModel):
 
     def __init__(self, config: SubquadLlamaConfig) -> None:
         super().__init__(config)
-        install_mixers(self, config.layer_mixers())
+        LLAMA.install_mixers(self, config.layer_mixers())
 
     def forward(
         self,
@@ -113,13 +83,7 @@ class SubquadLlamaModel(_ConvertedModel, LlamaModel):
             ConfigError: A 4-D attention mask, which says nothing a recurrent state could use.
         """
         cache = past_key_values if cache is None else cache
-        if attention_mask is not None and attention_mask.dim() != 2:
-            raise ConfigError(
-                f"attention_mask has {attention_mask.dim()} dimensions; a converted model takes the usual 2-D mask "
-                "[batch_size, seq_len] of real tokens"
-            )
-        if kwargs.get("output_attentions"):
-            logger.warning_once("output_attentions: converted layers have no attention matrix and return none")
+        check_call(attention_mask, kwargs.get("output_attentions"))
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         sequence = None
         if tokens is not None:
@@ -182,36 +146,16 @@ class SubquadLlamaForSequenceClassification(GenericForSequenceClassification, _C
         self.post_init()
 
 
-def install_mixers(model: LlamaModel, mixers: list[MixerConfig | None]) -> None:
-    """Replace the attention of every layer that has a mixer, in place; the projections stay the same modules.
-
-    Args:
-        model: the decoder.
-        mixers: one per layer, None to leave it.
-    """
-    for layer, mixer in zip(model.layers, mixers, strict=True):
-        if mixer is not None:
-            attention = SubquadAttention(layer.self_attn, mixer)
-            if attention.mixer is not None:
-                attention.mixer.to(layer.self_attn.q_proj.weight.device)
-            layer.self_attn = attention
-
-
-def remove_mixers(model: nn.Module, config: LlamaConfig) -> None:
-    """Put a plain Llama attention back in every converted layer, in place, with the same projection modules.
-
-    Args:
-        model: a model with converted layers.
-        config: the Llama configuration the restored layers refer to.
-    """
-    for attention in converted_layers(model):
-        restored = LlamaAttention.__new__(LlamaAttention)
-        nn.Module.__init__(restored)
-        for name in TEACHER_ATTRIBUTES:
-            setattr(restored, name, getattr(attention, name))
-        restored.config = config
-        restored.train(attention.training)
-        model.get_submodule(f"model.layers.{attention.layer_idx}").self_attn = restored
+LLAMA = Conversion(
+    config=LlamaConfig,
+    student_config=SubquadLlamaConfig,
+    classes={LlamaForCausalLM: SubquadLlamaForCausalLM, LlamaModel: SubquadLlamaModel},
+    whole=("LlamaForCausalLM",),
+    attention=SubquadAttention,
+    teacher_attention=LlamaAttention,
+    parent="layers.{}",
+    name="self_attn",
+)
 
 
 def register() -> None:

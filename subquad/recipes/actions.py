@@ -11,6 +11,7 @@ from datasets import Dataset
 from rich.table import Table
 
 from subquad.console import open_console
+from subquad.convert.families import require_decoder
 from subquad.convert.plan import ConversionPlan, plan_conversion
 from subquad.convert.source import inspect_source
 from subquad.distill import TextSource, build_token_dataset
@@ -95,12 +96,13 @@ def evaluate_checkpoint(source: str, paths: Sequence[str], *, tokens: int, seq_l
         The losses.
 
     Raises:
-        ConfigError: `seq_len` is beyond the model's context, or `tokens` below one row.
+        ConfigError: `seq_len` is beyond the model's context, `tokens` below one row, or the model is an encoder.
         SourceError: the checkpoint cannot be loaded.
         DataError: the text is missing or too short.
     """
     text = TextSource(kind="text", paths=tuple(paths)) if paths else TextSource(kind="embedded", part="eval")
     checkpoint = _load(source)
+    require_decoder(checkpoint.model.config.model_type, "the loss on the next token")
     context_length = checkpoint.model.config.max_position_embeddings
     if seq_len > context_length:
         raise ConfigError(f"--seq-len is {seq_len}, beyond the model's context of {context_length}; lower it")
@@ -130,11 +132,12 @@ def continue_prompt(source: str, prompt: str, tokens: int) -> str:
         The continuation, without the prompt.
 
     Raises:
-        ConfigError: the prompt has no tokens.
+        ConfigError: the prompt has no tokens, or the model is an encoder.
         SourceError: the checkpoint cannot be loaded.
         DataError: the checkpoint has no tokenizer.
     """
     checkpoint = _load(source)
+    require_decoder(checkpoint.model.config.model_type, "generating text")
     return generate_sample(checkpoint.model, checkpoint.tokenizer, prompt, max_new_tokens=tokens, mode=None)
 
 

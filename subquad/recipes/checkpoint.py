@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from subquad.convert.source import load_teacher
 from subquad.errors import SourceError
-from subquad.models import SubquadLlamaConfig
+from subquad.models import CONVERSIONS
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,12 @@ def load_checkpoint(source: str, dtype: torch.dtype = torch.float32) -> Checkpoi
     Raises:
         SourceError: the source is missing, damaged, or of an architecture that cannot be used.
     """
-    if not _is_converted(Path(source)):
+    model_class = _converted_class(Path(source))
+    if model_class is None:
         teacher = load_teacher(source, dtype)
         return Checkpoint(teacher.model, teacher.tokenizer, converted=False)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        model = model_class.from_pretrained(source, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
@@ -58,10 +59,16 @@ def load_checkpoint(source: str, dtype: torch.dtype = torch.float32) -> Checkpoi
     return Checkpoint(model.eval(), tokenizer, converted=True)
 
 
-def _is_converted(folder: Path) -> bool:
+def _converted_class(folder: Path) -> type[PreTrainedModel] | None:
+    """Return the class of a converted checkpoint, or None where it is not one."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         # no folder or a damaged config: loading it as a teacher says what is wrong
-        return False
-    return isinstance(config, dict) and config.get("model_type") == SubquadLlamaConfig.model_type
+        return None
+    for conversion in CONVERSIONS.values():
+        if isinstance(config, dict) and config.get("model_type") == conversion.student_config.model_type:
+            named = (config.get("architectures") or [None])[0]
+            students = list(conversion.classes.values())
+            return next((student for student in students if student.__name__ == named), students[0])
+    return None

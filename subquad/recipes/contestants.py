@@ -18,7 +18,7 @@ from subquad.eval.contestants import Contestant
 from subquad.eval.modes import EvalMode
 from subquad.eval.records import SAFE_NAME
 from subquad.layers import converted_layers, resolve_mixer
-from subquad.models import SubquadLlamaConfig
+from subquad.models import ConvertedConfig
 from subquad.recipes.checkpoint import Checkpoint, load_checkpoint
 from subquad.recipes.loader import load_recipe, recipe_kind
 from subquad.recipes.run_folder import RECIPE_FILE
@@ -123,7 +123,7 @@ def _teacher_of(student: Path) -> str | None:
 def _references(student: PreTrainedModel, source: str, dtype: torch.dtype) -> list[Contestant]:
     teacher = load_teacher(source, dtype)
     config = student.config
-    assert isinstance(config, SubquadLlamaConfig), "a converted checkpoint has this config"
+    assert isinstance(config, ConvertedConfig), "a converted checkpoint has this config"
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
         if getattr(config, name) != getattr(teacher.model.config, name):
             raise ConfigError(

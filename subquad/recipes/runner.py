@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from subquad.console import open_console
 from subquad.convert.export import export_student
+from subquad.convert.families import require_decoder
 from subquad.errors import ConfigError, FolderInUseError, OutputError
 from subquad.eval.results import Results
 from subquad.eval.storage import load_results
@@ -51,7 +52,7 @@ def run_recipe(
         What was measured; None where `last_stage` comes before `evaluate`, and in all processes but the main one.
 
     Raises:
-        ConfigError: `last_stage` is unknown, or the recipe does not fit the model.
+        ConfigError: `last_stage` is unknown, the recipe does not fit the model, or an encoder would be distilled.
         SourceError: the teacher is missing, damaged or cannot be converted.
         DataError: text is missing, empty or too short.
         OutputError: the folder holds another run, is in use by another process, or cannot be written (full disk).
@@ -66,6 +67,7 @@ def run_recipe(
         if not folder.claimed:
             # a recipe that does not fit the model leaves no run behind that would be in the way of the mended one
             check_recipe_against(recipe, shop.info.hf_config)
+            _check_stages(recipe, shop.info.hf_config.model_type, last_stage)
         if state.is_main_process:
             folder.claim(recipe, fresh=not resume)
         state.wait_for_everyone()
@@ -107,6 +109,14 @@ def convert_recipe(recipe: Recipe, directory: Path, *, command: str | None = Non
         return directory
     with only_run(shop.folder, shop.state), explained_write_errors(shop.folder):
         return export_student(shop.converted(), shop.tokenizer, directory, bare_card(shop))
+
+
+def _check_stages(recipe: Recipe, model_type: str, last_stage: str) -> None:
+    """Refuse the stages that an encoder has no use for, before anything is written."""
+    if recipe.calibrate.enabled and STAGES.index(last_stage) >= STAGES.index("calibrate"):
+        require_decoder(model_type, "calibration (calibrate.enabled=false leaves it out)")
+    if STAGES.index(last_stage) > STAGES.index("calibrate"):
+        require_decoder(model_type, "distillation")
 
 
 def _refuse_run_files(directory: Path) -> None:

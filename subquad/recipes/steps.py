@@ -12,7 +12,7 @@ from typing import Any
 from subquad.convert.calibrate import CalibrationResult, calibrate
 from subquad.convert.export import export_student
 from subquad.convert.modelcard import ModelCard, write_model_card
-from subquad.convert.plan import render_plan
+from subquad.convert.plan_table import render_plan
 from subquad.errors import TaskError
 from subquad.eval.loss_record import pack_loss, unpack_loss
 from subquad.eval.memory import cache_table

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from subquad.console import open_console
+from subquad.convert.families import require_decoder
 from subquad.distill import TextSource, build_token_dataset
 from subquad.errors import ConfigError, OutputError, SubquadError
 from subquad.eval.contestants import Contestant
@@ -207,7 +208,14 @@ def run_suite(
 
     Returns:
         The records, and why tasks failed; one that fails does not stop the others.
+
+    Raises:
+        ConfigError: a task that an encoder cannot do.
     """
+    for contestant in contestants:
+        for task in settings.tasks:
+            if task != "glue-finetune":
+                require_decoder(contestant.model.config.model_type, f"the task {task}")
     shared = _Rows(contestants[0], settings)
     jobs: dict[str, Callable[..., list[EvalRecord]]] = {
         "loss": lambda **how: run_loss(

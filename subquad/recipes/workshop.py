@@ -27,7 +27,7 @@ from subquad.recipes.schema import Recipe
 from subquad.recipes.sections import EmbeddedText, HubText, TextFiles
 from subquad.recipes.settings import stage1_config, stage2_config, text_source, weights_dtype
 
-_MIXER_MARK = ".self_attn.mixer."
+_MIXER_MARK = ".mixer."
 # stages draw their rows with seeds of their own, so that stage 2 does not repeat the rows of stage 1
 _ROW_SEEDS = {"calibrate": 0, "stage1": 1, "stage2": 2, "eval": 3}
 

@@ -12,7 +12,8 @@ import yaml
 from rich.console import Console
 from transformers import LlamaConfig
 
-from subquad.convert.plan import mixer_label, parse_layers, plan_conversion, render_plan
+from subquad.convert.plan import mixer_label, parse_layers, plan_conversion
+from subquad.convert.plan_table import render_plan
 from subquad.convert.surgery import apply_plan
 from subquad.errors import ConfigError, SourceError
 from subquad.layers import cache_bytes, resolve_mixer
@@ -103,7 +104,7 @@ def test_all_problems_are_in_one_message():
         "6: exact_kv_heads names every key/value head",
         "7: window 8193 is longer than the model's context of 8192",
         "8: feature_dim 65 is wider than the model's heads of 64",
-        "mixer: causal: false is not built yet",
+        "mixer: causal: false in a LlamaForCausalLM",
     ):
         assert expected in message
 

@@ -400,7 +400,7 @@ def test_models_that_cannot_be_fine_tuned_are_refused(tmp_path):
     ):
         run(contestants("student"), settings(data, lora=LoraSettings(target_modules=("c_attn",))), tmp_path)
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_positions=64, n_embd=16, n_layer=1, n_head=2))
-    with pytest.raises(ConfigError, match="no decoder with a classification head for GPT2Config"):
+    with pytest.raises(ConfigError, match="no decoder or BERT with a classification head for GPT2Config"):
         run([Contestant("gpt2", "toy", gpt2, toy_tokenizer())], settings(data), tmp_path)
 
 

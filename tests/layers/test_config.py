@@ -42,6 +42,44 @@ def test_impossible_combinations(parts, words):
     assert all(word in str(error.value) for word in words)
 
 
+@pytest.mark.parametrize(
+    "parts, words",
+    [
+        ({"decay": "softplus"}, "a decay says how much of the past is left"),
+        ({"conv_width": 2}, "the convolution reads the tokens before"),
+        ({"kv_shift": True}, "it mixes in the token before"),
+        ({"window": 8}, "a window is of the last tokens"),
+        ({"precision": "high"}, "sums over all tokens are computed in float32"),
+    ],
+)
+def test_what_needs_an_order_in_time_is_refused_without_one(parts, words):
+    parse_mixer({"score": "power", **parts})
+    with pytest.raises(ConfigError, match=words):
+        parse_mixer({"score": "power", **parts, "causal": False})
+    with pytest.raises(ConfigError, match="no effect: causal"):
+        parse_mixer({"score": "softmax", "causal": False})
+
+
+def test_causal_false_takes_a_presets_window_along_but_not_a_given_one():
+    taylor = resolve_mixer({"preset": "taylor", "causal": False})
+    assert (taylor.window, taylor.sinks, taylor.temperature) == (0, 0, True)
+    with pytest.raises(ConfigError, match="window: 4 with causal: false"):
+        resolve_mixer({"preset": "taylor", "causal": False, "window": 4})
+    with pytest.raises(ConfigError, match="decay: softplus with causal: false"):
+        resolve_mixer({"preset": "2mamba", "causal": False})
+
+
+def test_which_presets_an_encoder_can_have():
+    refused = set()
+    for name in PRESETS:
+        try:
+            resolve_mixer({"preset": name, "causal": False})
+        except ConfigError:
+            refused.add(name)
+    with_decay = {name for name, mixer in PRESETS.items() if mixer.decay != "none"}
+    assert refused == with_decay | {"softmax"}
+
+
 def test_unknown_preset_suggests_the_nearest():
     with pytest.raises(ConfigError, match="did you mean '2mamba'"):
         resolve_mixer("2mambo")
@@ -55,6 +93,6 @@ def test_window_zero_and_decay_none_take_their_dependants_along():
 
 def test_presets_can_run():
     for name, mixer in PRESETS.items():
-        assert mixer.not_built() == [], name
+        assert mixer.impossible() == [], name
         assert resolve_mixer(name) is not None
         assert resolve_mixer(mixer.model_dump()) == mixer

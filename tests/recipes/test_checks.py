@@ -47,7 +47,7 @@ def test_all_misfits_come_in_one_message(hf_config):
     "convert, message",
     [
         ({"mixer": {"preset": "2mamba", "exact_kv_heads": [2]}}, "exact_kv_heads"),
-        ({"mixer": {"preset": "2mamba", "output_gate": "silu"}}, "output_gate: silu is not built yet"),
+        ({"mixer": {"preset": "taylor", "causal": False}}, "causal: false in a LlamaForCausalLM"),
         ({"layers": {"first": "softmax"}}, "'first' is not a layer range"),
         ({"layers": {"0-1": "softmax", "1": "taylor"}}, "layer 1 is named twice"),
     ],

@@ -11,6 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    BertForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,7 +25,9 @@ from subquad.eval.contestants import Contestant
 from subquad.eval.finetune.settings import FinetuneSettings, LoraSettings
 from subquad.layers import AttentionMode, attention_mode
 
-HEAD = "score"
+# the names of the decoders' head and of BERT's
+HEADS = ("score", "classifier")
+POOLER = "pooler"
 _ADAPTER_MARK = ".lora_"
 
 
@@ -44,15 +47,16 @@ def build_classifier(
         seed: Start of head and adapters, the same for every contestant of one shape.
 
     Returns:
-        A model with `.score`, to be run inside `contestant_mode`.
+        A model with a head in `HEADS`, to be run inside `contestant_mode`. BERT's stands on its pooler, which a
+        contestant without one (a masked language model) gets new.
 
     Raises:
         ConfigError: The architecture has no stock classification head, or no layer a LoRA target names.
     """
-    decoder = _copy_decoder(contestant)
-    if settings.method == "full" or decoder.dtype == torch.float16:
-        decoder.float()
-    config = decoder.config
+    body = _copy_body(contestant)
+    if settings.method == "full" or body.dtype == torch.float16:
+        body.float()
+    config = body.config
     config.num_labels = num_labels
     config.pad_token_id = pad_token_id
     config.problem_type = "single_label_classification"
@@ -60,11 +64,16 @@ def build_classifier(
     classifier = _head_class(config)
     with torch.device("meta"):
         model = classifier(config)
-    setattr(model, model.base_model_prefix, decoder)
-    model.score = _new_head(config, num_labels, seed).to(decoder.device)
+    head, generator = head_name(model), torch.Generator().manual_seed(seed)
+    setattr(model, head, _drawn(getattr(model, head), config, generator).to(body.device))
+    pooler = getattr(model.base_model, POOLER, None)
+    if pooler is not None:
+        own = getattr(body, POOLER) or _drawn(pooler, config, generator)
+        setattr(body, POOLER, own.to(body.device, torch.float32))
+    setattr(model, model.base_model_prefix, body)
     model.requires_grad_(settings.method == "full")
     if settings.method == "lora":
-        _add_adapters(model, settings.lora, seed)
+        _add_adapters(model, settings.lora, head, seed)
     if settings.gradient_checkpointing:
         _recompute(model)
     return model
@@ -104,7 +113,12 @@ def padding_token(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) ->
     )
 
 
-def _copy_decoder(contestant: Contestant) -> PreTrainedModel:
+def head_name(model: PreTrainedModel) -> str:
+    """Return the name of a classifier's head."""
+    return next(name for name in HEADS if hasattr(model, name))
+
+
+def _copy_body(contestant: Contestant) -> PreTrainedModel:
     """Copy a contestant without its language model head and without adapters beside its weights."""
     source = contestant.model
     model = copy.deepcopy(source.get_base_model() if isinstance(source, PeftModel) else source)
@@ -112,7 +126,7 @@ def _copy_decoder(contestant: Contestant) -> PreTrainedModel:
         _drop_adapters(model)
     else:
         merge_adapters(model)
-    return getattr(model, model.base_model_prefix)
+    return model.base_model
 
 
 def _drop_adapters(model: PreTrainedModel) -> None:
@@ -128,29 +142,33 @@ def _head_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     # a checkpoint's own code may have subclassed a configuration that is known
     known = [kind for kind in type(config).__mro__ if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING]
     found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[known[0]] if known else None
-    if found is None or not issubclass(found, GenericForSequenceClassification):
+    if found is None or not issubclass(found, (GenericForSequenceClassification, BertForSequenceClassification)):
         raise ConfigError(
-            f"transformers has no decoder with a classification head for {type(config).__name__}, so it cannot be "
-            "fine-tuned on GLUE; leave this model out"
+            f"transformers has no decoder or BERT with a classification head for {type(config).__name__}, so it "
+            "cannot be fine-tuned on GLUE; leave this model out"
         )
     return found
 
 
-def _new_head(config: PreTrainedConfig, num_labels: int, seed: int) -> nn.Linear:
-    """Draw a head on the CPU, where one seed gives the same numbers everywhere."""
-    head = nn.Linear(config.hidden_size, num_labels, bias=False, device="meta").to_empty(device="cpu")
+def _drawn(blank: nn.Module, config: PreTrainedConfig, generator: torch.Generator) -> nn.Module:
+    """Give a part without memory weights, drawn on the CPU, where one seed gives the same numbers everywhere."""
+    part = blank.to_empty(device="cpu").float()
     with torch.no_grad():
-        head.weight.normal_(0.0, config.initializer_range, generator=torch.Generator().manual_seed(seed))
-    return head
+        for parameter in part.parameters():
+            if parameter.dim() == 1:
+                parameter.zero_()
+            else:
+                parameter.normal_(0.0, config.initializer_range, generator=generator)
+    return part
 
 
-def _add_adapters(model: PreTrainedModel, lora: LoraSettings, seed: int) -> None:
+def _add_adapters(model: PreTrainedModel, lora: LoraSettings, head: str, seed: int) -> None:
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    missing = [name for name in lora.target_modules if name not in linear - {HEAD}]
+    missing = [name for name in lora.target_modules if name not in linear - {head}]
     if missing or not lora.target_modules:
         raise ConfigError(
             f"lora.target_modules {missing or '[]'} match no linear layer; the model has "
-            f"{', '.join(sorted(linear - {HEAD}))}"
+            f"{', '.join(sorted(linear - {head}))}"
         )
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=list(lora.target_modules)
@@ -161,8 +179,9 @@ def _add_adapters(model: PreTrainedModel, lora: LoraSettings, seed: int) -> None
         inject_adapter_in_model(config, model)
     assert adapted_layers(model), "the targets were checked"
     for name, parameter in model.named_parameters():
-        # peft has decided for itself what it freezes; the head is trained as well
-        parameter.requires_grad_(_ADAPTER_MARK in name or name.startswith(f"{HEAD}."))
+        # peft has decided for itself what it freezes; the head is trained as well, and what stands under it alone
+        trained = name.startswith(f"{head}.") or f".{POOLER}." in name
+        parameter.requires_grad_(_ADAPTER_MARK in name or trained)
         if _ADAPTER_MARK in name:
             parameter.data = parameter.data.float()
 

@@ -29,6 +29,7 @@ from subquad.eval.finetune.training import (
     encode,
     load_result,
     padding_tokenizer,
+    reads_segments,
     train_seed,
 )
 from subquad.eval.glue import LM_EVAL_TASKS, glue_metrics
@@ -186,7 +187,11 @@ def _measure(
     command: str,
 ) -> list[EvalRecord]:
     clock = Clock.start()
-    tokenizer = padding_tokenizer(contestant.tokenizer, padding_token(contestant.tokenizer, contestant.model))
+    tokenizer = padding_tokenizer(
+        contestant.tokenizer,
+        padding_token(contestant.tokenizer, contestant.model),
+        segments=reads_segments(contestant.model),
+    )
     evals = {split: encode(tokenizer, rows, GLUE_TASKS[task].texts, settings) for split, rows in data.evals.items()}
     results = []
     for seed in settings.seeds:

@@ -49,7 +49,7 @@ class Encoded:
     """Rows as tokens.
 
     Attributes:
-        rows: `input_ids` and `labels`, in the order of the split.
+        rows: `input_ids`, `labels` and, where the model tells texts apart, `token_type_ids`, in the order of the split.
         num_cut: Rows that were longer than `max_length`.
     """
 
@@ -139,12 +139,29 @@ class SeedJob:
         return f"fine-tuning {self.contestant.name} on {self.task} with seed {self.seed}"
 
 
-def padding_tokenizer(tokenizer: PreTrainedTokenizerBase, pad_token_id: int) -> PreTrainedTokenizerBase:
-    """Return a copy of a tokenizer that pads on the right with a given token."""
+def padding_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, pad_token_id: int, *, segments: bool = False
+) -> PreTrainedTokenizerBase:
+    """Return a copy of a tokenizer that pads on the right with a given token.
+
+    Args:
+        tokenizer: The tokenizer.
+        pad_token_id: The token.
+        segments: Whether it is to say which of two texts a token is of, which BERT reads.
+
+    Returns:
+        The copy.
+    """
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.pad_token_id = pad_token_id
     tokenizer.padding_side = "right"
+    tokenizer.model_input_names = ["input_ids", *(["token_type_ids"] if segments else []), "attention_mask"]
     return tokenizer
+
+
+def reads_segments(model: PreTrainedModel) -> bool:
+    """Return whether a model has an embedding of which of two texts a token is of."""
+    return getattr(model.config, "type_vocab_size", 0) > 1
 
 
 def encode(
@@ -164,15 +181,17 @@ def encode(
     columns = [dataset[name][:] for name in texts]
     if len(columns) == 2:
         columns[1] = [settings.separator + text for text in columns[1]]
-    tokens = tokenizer(*columns, verbose=False)["input_ids"]
-    long = [row for row, ids in enumerate(tokens) if len(ids) > settings.max_length]
+    encoded = tokenizer(*columns, verbose=False)
+    tokens = {name: encoded[name] for name in tokenizer.model_input_names if name != "attention_mask"}
+    long = [row for row, ids in enumerate(tokens["input_ids"]) if len(ids) > settings.max_length]
     if long:
         cut = tokenizer(
             *([column[row] for row in long] for column in columns), truncation=True, max_length=settings.max_length
         )
-        for row, ids in zip(long, cut["input_ids"], strict=True):
-            tokens[row] = ids
-    return Encoded(Dataset.from_dict({"input_ids": tokens, "labels": dataset["label"][:]}), len(long))
+        for name, values in tokens.items():
+            for row, shortened in zip(long, cut[name], strict=True):
+                values[row] = shortened
+    return Encoded(Dataset.from_dict({**tokens, "labels": dataset["label"][:]}), len(long))
 
 
 def load_result(job: SeedJob) -> SeedResult | None:

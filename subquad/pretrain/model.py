@@ -26,7 +26,7 @@ def plan_model(recipe: PretrainRecipe) -> ConversionPlan:
         The plan: every layer with its mixer, parameters and cache bytes.
 
     Raises:
-        ConfigError: parts that are not built yet, layers or heads the decoder does not have, a window beyond the rows.
+        ConfigError: parts, layers or heads that the decoder cannot have or does not have, a window beyond the rows.
     """
     plan = plan_conversion(LlamaConfig(**_sizes(recipe, vocab_size=1)), recipe.mixer, recipe.layers)
     if any(mixer.window for mixer in plan.mixers.values()):

@@ -185,7 +185,7 @@ def run_pretrain(
         What was measured; None in all processes but the main one.
 
     Raises:
-        ConfigError: the mixers do not fit the model, or are not built yet.
+        ConfigError: the mixers do not fit the model.
         DataError: text or tokenizer are missing, empty or too short.
         OutputError: the folder holds another run, is in use by another process, or cannot be written (full disk).
         TrainingError: training diverged; the last good checkpoint was kept.

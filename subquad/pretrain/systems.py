@@ -50,10 +50,9 @@ class MemoryReport:
 
 
 def pure_systems() -> dict[str, MixerConfig]:
-    """Return every preset but softmax as the papers have it (see `scratch_mixer`), those that are built.
+    """Return every preset but softmax as the papers have it (see `scratch_mixer`).
 
-    Of presets that are one system there, such as one with and one without a window, the first is kept. One that is not
-    built yet is left out with a warning.
+    Of presets that are one system there, such as one with and one without a window, the first is kept.
     """
     found: dict[str, MixerConfig] = {}
     for name in PRESETS:
@@ -61,11 +60,7 @@ def pure_systems() -> dict[str, MixerConfig]:
         assert isinstance(mixer, MixerConfig), "a preset resolves"
         if mixer.score == "softmax" or mixer in found.values():
             continue
-        missing = mixer.not_built()
-        if missing:
-            logger.warning("%s is left out: %s not built yet", name, ", ".join(missing))
-        else:
-            found[name] = mixer
+        found[name] = mixer
     return found
 
 

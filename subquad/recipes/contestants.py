@@ -60,8 +60,8 @@ def load_contestants(
     loaded = load_checkpoint(str(folder) if folder.is_dir() else source, dtype)
     found = []
     if loaded.converted:
-        named = _teacher_of(folder) if teacher is None else teacher
-        found = [] if named is None else _references(loaded.model, named, dtype)
+        reference = _teacher_of(folder) if teacher is None else teacher
+        found = [] if reference is None else _references(loaded.model, reference, dtype)
         found.append(_contestant("student", str(folder), loaded))
     else:
         found.append(_contestant("teacher", source, loaded))

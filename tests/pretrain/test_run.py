@@ -170,7 +170,7 @@ def test_weights_depend_on_the_seed_alone(make_recipe):
     assert not torch.equal(weights(0), weights(1))
 
 
-def test_parts_that_are_not_built_and_layers_that_are_not_there_are_refused(make_recipe):
+def test_layers_that_are_not_there_are_refused(make_recipe):
     recipe = make_recipe(layers={"7": "softmax"})
     with pytest.raises(ConfigError, match="layers: '7' is outside the model"):
         run_pretrain(recipe)

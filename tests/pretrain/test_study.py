@@ -9,7 +9,6 @@ from filelock import FileLock
 
 from subquad.errors import ConfigError, OutputError
 from subquad.eval.records import Metric
-from subquad.layers import MixerConfig
 from subquad.pretrain.results import PretrainResults
 from subquad.pretrain.study.run import run_study
 from subquad.pretrain.study.schema import StudyRecipe, choose_arms, load_study, study_recipes
@@ -141,14 +140,13 @@ def test_a_run_another_process_works_on_is_left_to_it(make_study):
     assert "Not finished: linear + norm." in found.table.read_text()
 
 
-def test_every_problem_of_every_arm_comes_before_anything_is_written(make_study, monkeypatch):
-    monkeypatch.setattr(MixerConfig, "not_built", lambda self: ["skip: true"] if self.skip else [])
+def test_every_problem_of_every_arm_comes_before_anything_is_written(make_study):
     arms = {
         "softmax": {"mixer": "softmax"},
         "unknown": {"mixer": "2mmba"},
         "wrong": {"mixer": {"score": "power", "sinks": 3}},
         "changed": {"mixer": "softmax", "changes": {"training": {"tokens": 1}}},
-        "missing": {"mixer": {"score": "taylor", "skip": True}},
+        "encoder": {"mixer": {"score": "taylor", "causal": False}},
     }
     study = make_study(arms=arms, expected=[])
     with pytest.raises(ConfigError) as caught:
@@ -158,7 +156,7 @@ def test_every_problem_of_every_arm_comes_before_anything_is_written(make_study,
     assert "unknown: mixer: mixer '2mmba' is unknown; did you mean '2mamba'?" in text
     assert "wrong: mixer: " in text
     assert "changed: training.tokens is 1, less than one row of 32 tokens" in text
-    assert "missing: mixer: skip: true is not built yet" in text
+    assert "encoder: mixer: causal: false" in text
     assert text.endswith("--arms softmax")
     assert not study.run_dir.exists()
 

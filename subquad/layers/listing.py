@@ -128,6 +128,35 @@ def markdown_table() -> str:
     return "\n".join(lines)
 
 
+def systems_table() -> str:
+    """Return the table of `docs/systems.md`: every system with its formula and the code that computes it."""
+    lines = ["| preset | system | formula | code | source |", "|---|---|---|---|---|"]
+    for name, system in SYSTEMS.items():
+        code = ", ".join(f"[{path.rpartition('/')[2]}](../subquad/{path})" for path in code_of(system.mixer))
+        formula = system.formula.replace("|", "\\|")
+        lines.append(f"| `{name}` | {system.title} | `{formula}` | {code} | [{system.source}] |")
+    return "\n".join(lines)
+
+
+def code_of(mixer: MixerConfig) -> list[str]:
+    """Return the files below `subquad/` that compute a mixer's parts, its score first."""
+    if mixer.score == "softmax":
+        return ["models/llama.py"]
+    parts = {
+        "kernels/ops.py": mixer.score != "exp",
+        "kernels/exp_attention.py": mixer.score == "exp",
+        "layers/score.py": mixer.score != "exp",
+        "layers/feature_maps.py": mixer.feature_map != "identity",
+        "layers/decay.py": mixer.decay != "none",
+        "layers/conv.py": mixer.conv_width > 1,
+        "layers/value_step.py": mixer.value_step != "none",
+        "layers/norms.py": mixer.qk_norm or mixer.normaliser not in ("sum", "none", "count"),
+        "layers/gates.py": mixer.kv_shift or mixer.output_gate != "none",
+        "kernels/window.py": mixer.window > 0,
+    }
+    return [path for path, used in parts.items() if used]
+
+
 def render_mixers() -> Table:
     """Return the list as a table for a rich console."""
     table = Table(

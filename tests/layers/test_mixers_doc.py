@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from subquad.layers import PRESETS, parse_mixer
-from subquad.layers.listing import count_cached, list_mixers, markdown_table
+from subquad.layers.listing import count_cached, list_mixers, markdown_table, systems_table
 from subquad.layers.presets import SOURCES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "mixers.md").read_text()
@@ -44,3 +44,12 @@ def test_numbers_of_the_papers():
     assert count_cached(PRESETS["fox"], 64).crossover is None
     # A narrow learned q and k: 1 + d' + d' (d' + 1) / 2 rows.
     assert count_cached(PRESETS["based"], 64).fixed == (1 + 16 + 136) * 65
+
+
+def test_the_systems_document_is_the_code_and_its_links_lead_somewhere():
+    document = Path(__file__).parents[2] / "docs" / "systems.md"
+    text = document.read_text()
+    assert systems_table() in text
+    targets = re.findall(r"\]\(([^)#]+)\)", text)
+    assert len(targets) > len(PRESETS)
+    assert [target for target in targets if not (document.parent / target).exists()] == []

@@ -43,6 +43,11 @@ def check_recipe_against(recipe: Recipe, hf_config: PretrainedConfig) -> None:
     else:
         if not plan.mixers:
             problems.append("convert: every layer stays softmax, so there is nothing to distil; choose another mixer")
+        elif recipe.stage1.tokens and not plan.added_parameters:
+            problems.append(
+                f"stage1.tokens is {recipe.stage1.tokens}, but this mixer has no parameters of its own, so matching "
+                "layer by layer has nothing to train; set stage1.tokens=0"
+            )
     if problems:
         listed = "\n".join(f"  {line}" for line in problems)
         raise ConfigError(f"recipe {recipe.name} does not fit {recipe.model.source}:\n{listed}")

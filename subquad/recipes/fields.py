@@ -22,7 +22,7 @@ def whole_number(value: object) -> object:
 
 def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
     if any(low >= high for low, high in itertools.pairwise(values)):
-        raise ValueError("must be ascending without repeats")
+        raise ValueError(f"must be ascending without repeats, got {list(values)}")
     return values
 
 

@@ -66,7 +66,7 @@ def test_all_problems_come_in_one_message():
         ({"data": {"eval": {"kind": "huub"}}}, "data.eval.kind: must be one of 'embedded', 'text'"),
         ({"model": []}, "model: must be a mapping of keys to values (got [])"),
         ({"stage1": {"learning_rate": float("nan")}}, "stage1.learning_rate: "),
-        ({"eval": {"memory_lengths": [8, 8]}}, "eval: memory_lengths must be ascending without repeats, got [8, 8]"),
+        ({"eval": {"memory_lengths": [8, 8]}}, "eval.memory_lengths: must be ascending without repeats, got [8, 8]"),
         ({"stage2": {"kl_weight": 0}}, "stage2: kl_weight and ce_weight are both 0"),
         ({"stage2": {"full": True, "lora": {"r": 4}}}, "stage2: full: true trains every weight, so lora is not used"),
         ({"stage2": {"lora": {"target_modules": ["qproj"]}}}, "stage2.lora.target_modules.0: "),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 LOG_FILE = "log.jsonl"
+# A stage names the file of its plot.
+_STAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ def read_curves(run_dir: Path) -> tuple[list[TrainingCurve], list[str]]:
     """Read the training curves of a run.
 
     Where a number of tokens occurs twice in a stage (a resumed run) the later line counts. A line that cannot be read
-    (a killed process can leave half a line) is left out and counted in a note.
+    (a killed process can leave half a line), or whose stage is no plain name, is left out and counted in a note.
 
     Args:
         run_dir: The run's folder.
@@ -64,4 +67,7 @@ def read_curves(run_dir: Path) -> tuple[list[TrainingCurve], list[str]]:
 
 
 def _point(record: dict[str, Any]) -> tuple[str, int, float]:
-    return str(record["stage"]), int(record["tokens"]), float(record["loss"])
+    stage = str(record["stage"])
+    if not _STAGE.fullmatch(stage):
+        raise ValueError(f"stage {stage!r} must be letters, digits and _ . - and begin with a letter or digit")
+    return stage, int(record["tokens"]), float(record["loss"])

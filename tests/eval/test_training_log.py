@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from subquad.eval.training_log import read_curves
 
 
@@ -38,3 +40,11 @@ def test_missing_empty_and_unreadable_logs_are_noted(tmp_path):
     curves, notes = read_curves(tmp_path)
     assert curves == []
     assert notes[0] == "Unreadable lines of log.jsonl that were left out: 3."
+
+
+@pytest.mark.parametrize("stage", ["../../escaped/x", "a/b", "<b>x", "..", "", "x" * 300])
+def test_a_stage_that_is_no_name_is_left_out(tmp_path, stage):
+    write_log(tmp_path, [{"stage": stage, "tokens": tokens, "loss": 1.0} for tokens in (1, 2)])
+    curves, notes = read_curves(tmp_path)
+    assert curves == []
+    assert notes[0] == "Unreadable lines of log.jsonl that were left out: 2."

@@ -6,13 +6,28 @@ import base64
 import io
 import json
 import re
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
+from markdown_it import MarkdownIt
 from rich.console import Console
 
 from subquad.errors import OutputError
 from subquad.eval.report import write_report
+from subquad.eval.report.blocks import (
+    Bullets,
+    Cell,
+    Code,
+    Heading,
+    Missing,
+    Quote,
+    Report,
+    Section,
+    Table,
+    Text,
+)
+from subquad.eval.report.render import render_report
 from subquad.eval.results import PairedDifference
 from subquad.eval.storage import save_results
 from subquad.eval.summary import print_summary
@@ -128,6 +143,41 @@ def test_text_of_the_run_cannot_break_the_page(tmp_path):
     assert page.tags.count("script") == 1
     assert "strong | and <b>bold</b>." in "".join(page.text)
     assert "run a\\|b" in paths.markdown.read_text(encoding="utf-8")
+
+
+HOSTILE = (
+    "<script>x</script>",
+    "\\<img src=https://evil.example/x.png>",
+    "![pixel](https://evil.example/x.png)",
+    "[here](https://evil.example)",
+    "One\n<div>\n</div>",
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_texts_cannot_break_the_markdown(tmp_path, text):
+    table = Table([text, "b"], [[Cell(text, note=text), Cell("1")]], caption=text)
+    blocks = [table, Text(text), Heading(text), Bullets([text]), Missing(text, text), Quote(text, text)]
+    report = Report(text, text, text, None, [text], table, [Missing(text, text)], [Section(text, blocks)])
+    html = MarkdownIt("commonmark").enable("table").render(render_report(report, tmp_path).markdown.read_text())
+    assert not re.search(r"<(script|div|img|a )", html)
+    # The text is there, if not as markup.
+    assert " ".join(unescape(html).split()).count(" ".join(text.splitlines())) == 22
+
+
+@pytest.mark.parametrize("fence", ["```", "`````", "~~~"])
+def test_a_file_with_a_fence_stays_one_block(tmp_path, fence):
+    recipe = f"model:\n# {fence}\n{fence}\n# <script>x</script>"
+    report = Report("t", "s", "h", None, [], Table([], []), [], [Section("s", [Code("Recipe", recipe, "yaml")])])
+    tokens = MarkdownIt("commonmark").parse(render_report(report, tmp_path).markdown.read_text())
+    assert [token.content for token in tokens if token.type == "fence"] == [recipe + "\n"]
+
+
+@pytest.mark.parametrize("command", ["subquad eval a`b", "subquad eval '``'"])
+def test_a_command_with_backticks_stays_code(tmp_path, command):
+    report = Report("t", "s", "h", None, [], Table([], []), [Missing("speed", command)])
+    html = MarkdownIt("commonmark").render(render_report(report, tmp_path).markdown.read_text())
+    assert f"<code>{command}</code>" in html
 
 
 def test_a_lost_comparison_is_said_in_both_files(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from subquad.errors import OutputError
 from subquad.eval.report.blocks import Report
 
 PLOTS_FOLDER = "plots"
+# What begins a tag or an address in angle brackets (CommonMark 0.31, sections 4.6, 6.5, 6.6); "< 0.001" does not.
+_TAG = re.compile(r"<(?=[A-Za-z/!?])")
+# Markdown would take it for an escape.
+_BACKSLASH = re.compile(r"\\(?=[!-/:-@\[-`{-~])")
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,29 @@ def _render(template: str, report: Report, images: dict[str, str]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["escape_pipe"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
-    environment.filters["quote"] = lambda text: "\n".join(f"> {line}".rstrip() for line in text.splitlines() or [""])
+    environment.filters |= {
+        "prose": _prose,
+        "table_cell": lambda text: _prose(text).replace("|", "\\|"),
+        "quote": lambda text: "\n".join(f"> {_prose(line)}".rstrip() for line in text.splitlines() or [""]),
+        "code_span": _code_span,
+        "fence": lambda text: "`" * max(3, _longest_backticks(text) + 1),
+    }
     return environment.get_template(template).render(report=report, images=images, plots_folder=PLOTS_FOLDER)
+
+
+def _prose(text: str) -> str:
+    """Return a text as one line of Markdown in which no HTML, no link and no image begins."""
+    # Entities, not backslashes: one that stands before them in the text would take their effect away.
+    line = _TAG.sub("&lt;", _BACKSLASH.sub("&#92;", " ".join(text.splitlines())))
+    return line.replace("](", "]&#40;").replace("![", "!&#91;")
+
+
+def _code_span(text: str) -> str:
+    """Return a text as Markdown's inline code, whatever backticks it holds (CommonMark 0.31, section 6.1)."""
+    ticks = "`" * (_longest_backticks(text) + 1)
+    space = " " if "`" in text else ""
+    return f"{ticks}{space}{' '.join(text.splitlines())}{space}{ticks}"
+
+
+def _longest_backticks(text: str) -> int:
+    return max(map(len, re.findall("`+", text)), default=0)

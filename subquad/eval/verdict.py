@@ -11,6 +11,12 @@ from subquad.eval.records import EvalRecord
 from subquad.eval.results import LossName, PairedDifference, Results
 from subquad.eval.style import with_error
 
+_NO_CONTROL = "The student's loss is not judged: neither its own start nor the window-only control was measured."
+_NO_LOSS = "The student's loss is not judged: it was not measured."
+_NO_COMPARABLE_CONTROL = (
+    "The student's loss is not judged: that of the window-only control was not measured with the same settings."
+)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -50,7 +56,7 @@ def judge(results: Results) -> Verdict:
     ]
     details += _gap_sentences(results)
     success = bool(outcomes) and all(outcome == "beats" for outcome in outcomes.values())
-    return Verdict(_headline(outcomes), details, success)
+    return Verdict(_headline(outcomes) or _NO_CONTROL, details, success)
 
 
 def judge_records(records: Sequence[EvalRecord]) -> Verdict | None:
@@ -81,7 +87,8 @@ def judge_records(records: Sequence[EvalRecord]) -> Verdict | None:
     control = pairs.get("window_only")
     outcomes = {} if control is None else {labels["window_only"]: _outcome(control)}
     details = [_sentence(labels[name], pair) for name, pair in pairs.items()]
-    return Verdict(_headline(outcomes), details, list(outcomes.values()) == ["beats"])
+    otherwise = _NO_LOSS if student is None else _NO_COMPARABLE_CONTROL
+    return Verdict(_headline(outcomes) or otherwise, details, list(outcomes.values()) == ["beats"])
 
 
 def _outcome(pair: PairedDifference) -> str:
@@ -92,7 +99,7 @@ def _outcome(pair: PairedDifference) -> str:
 
 def _headline(outcomes: dict[str, str]) -> str:
     if not outcomes:
-        return "Nothing to compare the student with was measured."
+        return ""
     if len(set(outcomes.values())) == 1:
         outcome = next(iter(outcomes.values()))
         joint = " or " if outcome == "does not beat" else " and "

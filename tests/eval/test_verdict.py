@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from subquad.eval.results import PairedDifference
-from subquad.eval.verdict import judge
+from subquad.eval.verdict import judge, judge_records
 
 from .conftest import make_results
+from .report_records import loss_record, niah_record
 
 
 def with_differences(start, window, error=0.002):
@@ -29,13 +30,31 @@ def with_differences(start, window, error=0.002):
         (0.05, -0.03, "The distilled student does not beat its own start, but beats the window-only control."),
         (-0.05, -0.003, "The distilled student beats its own start, but ties with the window-only control."),
         (-0.05, None, "The distilled student beats its own start."),
-        (None, None, "Nothing to compare the student with was measured."),
+        (
+            None,
+            None,
+            "The student's loss is not judged: neither its own start nor the window-only control was measured.",
+        ),
     ],
 )
 def test_headline(start, window, headline):
     verdict = with_differences(start, window)
     assert verdict.headline == headline
     assert verdict.success == (headline.startswith("The distilled student beats") and "but" not in headline)
+
+
+@pytest.mark.parametrize(
+    "records, why",
+    [
+        ([niah_record("student"), niah_record("teacher")], "it was not measured."),
+        ([niah_record("student"), loss_record("teacher")], "it was not measured."),
+        ([loss_record("student"), loss_record("teacher")], "that of the window-only control was not measured"),
+    ],
+)
+def test_the_headline_of_records_without_a_pair_of_losses_speaks_of_the_loss_alone(records, why):
+    verdict = judge_records(records)
+    assert verdict.headline.startswith("The student's loss is not judged: " + why)
+    assert not verdict.success
 
 
 def test_details_carry_the_numbers():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 import pytest
 
 from subquad.errors import OutputError
 from subquad.eval.records import save_record
 from subquad.eval.report import load_run, measures_of, write_report
+from subquad.eval.report.commands import eval_command
 from subquad.eval.report.differences import Difference, metric_differences
 from subquad.eval.report.plain import report_to_dict
 
@@ -152,6 +154,44 @@ def test_missing_parts_say_so_with_the_command(tmp_path, what, command):
     assert "Needle accuracy" not in markdown
 
 
+def command_for(folder, *models, **checkpoints):
+    """The command for a missing task, as a shell reads it."""
+    for model in models:
+        record = lm_eval_record("sst2", model, folder)
+        checkpoint = checkpoints.get(model, record.provenance.checkpoint)
+        save_record(record.model_copy(update={"provenance": provenance(model, checkpoint=checkpoint)}), folder)
+    return shlex.split(eval_command(load_run(folder), "speed"))
+
+
+def test_the_command_for_a_missing_part_of_a_run_is_quoted(tmp_path):
+    folder = make_run(tmp_path / "my runs" / "it's one")
+    assert command_for(folder) == ["subquad", "eval", str(folder), "--tasks", "speed"]
+
+
+def test_the_command_for_a_folder_without_a_run_names_its_checkpoints(tmp_path):
+    folder = tmp_path / "dir sp"
+    end = ["--output", str(folder), "--tasks", "speed"]
+    assert command_for(folder, "gemma", gemma="hub/gemma") == ["subquad", "eval", "hub/gemma", *end]
+    assert command_for(folder, "teacher", teacher="my ck") == [
+        *("subquad", "eval", "my ck", "--against", "hub/gemma"),
+        *end,
+    ]
+    assert command_for(folder, "student", student="out/student") == [
+        *("subquad", "eval", "out/student", "--teacher", "my ck", "--against", "hub/gemma"),
+        *end,
+    ]
+
+
+def test_the_command_for_a_run_without_its_recipe_names_its_student_and_teacher(tmp_path):
+    (make_run(tmp_path) / "recipe.yaml").unlink()
+    found = command_for(tmp_path)
+    assert found[:5] == ["subquad", "eval", str(tmp_path / "student"), "--teacher", "smollm2-135m"]
+
+
+def test_a_student_whose_teacher_is_unknown_needs_it_filled_in(tmp_path):
+    assert command_for(tmp_path, "student", student="out")[:5] == ["subquad", "eval", "out", "--teacher", "CHECKPOINT"]
+
+
 def test_evaluation_without_a_run(tmp_path):
     save_all(tmp_path, ("teacher", "gemma"), lengths=(256,), samples=2)
     paths = write_report(tmp_path)
@@ -174,7 +214,7 @@ def test_student_without_a_run_gets_its_verdict_from_the_loss_task(tmp_path):
 def test_a_student_alone_is_compared_with_nothing(tmp_path):
     save_record(loss_record("student"), tmp_path)
     markdown = write_report(tmp_path).markdown.read_text(encoding="utf-8")
-    assert "Nothing to compare the student with was measured." in markdown
+    assert "The student's loss is not judged: that of the window-only control was not measured" in markdown
 
 
 def test_other_settings_are_said_and_not_compared(tmp_path):

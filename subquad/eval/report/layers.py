@@ -12,6 +12,7 @@ from subquad.eval.niah.tables import model_label
 from subquad.eval.plots import plot_layers
 from subquad.eval.records import EvalRecord
 from subquad.eval.report.blocks import NOTHING, Block, Cell, Figures, Heading, Missing, Section, Table
+from subquad.eval.report.commands import eval_command
 from subquad.eval.report.data import RunData
 
 _LONGEST_SHOWN = 1_000_000
@@ -47,9 +48,7 @@ def layer_section(run: RunData, folder: Path) -> Section:
         )
         blocks += [Figures([plot]), _table(record)]
     if not blocks:
-        blocks.append(
-            Missing("error, half-lives and far share of the layers", f"subquad eval {run.folder} --tasks layers")
-        )
+        blocks.append(Missing("error, half-lives and far share of the layers", eval_command(run, "layers")))
     return Section("Layers", blocks)
 
 

@@ -10,6 +10,7 @@ from subquad.eval.loss_record import is_loss, unpack_loss
 from subquad.eval.niah.tables import model_label
 from subquad.eval.plots import Plot, PositionRow, crossover_sentence, plot_loss_by_position, plot_memory
 from subquad.eval.report.blocks import DASH, NOTHING, Block, Cell, Figures, Heading, Missing, Section, Table, Text
+from subquad.eval.report.commands import eval_command
 from subquad.eval.report.data import ByModel, RunData
 from subquad.eval.report.differences import Difference, conditions, differing
 from subquad.eval.results import LOSS_LABELS, CacheTable, LossName, PairedDifference, Results
@@ -69,7 +70,7 @@ def loss_section(run: RunData, folder: Path) -> Section:
         if losses:
             blocks += _record_blocks(task, losses, folder)
     if not blocks:
-        blocks.append(Missing("held-out loss", f"subquad eval {run.folder} --tasks loss"))
+        blocks.append(Missing("held-out loss", eval_command(run, "loss")))
     return Section("Held-out loss", blocks)
 
 

@@ -13,6 +13,7 @@ from subquad.eval.niah.cells import CellScore, pooled
 from subquad.eval.niah.stats import mean_and_error, wilson_interval
 from subquad.eval.records import EvalRecord, Metric
 from subquad.eval.report.blocks import Cell, Missing
+from subquad.eval.report.commands import eval_command
 from subquad.eval.report.data import ByMetric, ByModel, RunData
 from subquad.eval.report.differences import (
     Difference,
@@ -66,7 +67,7 @@ def _tasks(run: RunData, kind: Callable[[EvalRecord], bool]) -> list[str]:
 
 def missing_of(run: RunData) -> list[Missing]:
     """Return what the summary would show, too, had it been measured, each with the command that measures it."""
-    records, folder = run.records, run.folder
+    records = run.records
     glue = any(record.task in LM_EVAL_TASKS and record.metrics for record in records)
     checks = [
         ("held-out loss", "loss", run.results is not None or any(map(is_loss, records))),
@@ -75,7 +76,7 @@ def missing_of(run: RunData) -> list[Missing]:
         ("GLUE, fine-tuned", "glue-finetune", any(record.task.startswith(FINETUNE_PREFIX) for record in records)),
         ("speed", "speed", any(map(is_speed, records))),
     ]
-    found = [Missing(what, f"subquad eval {folder} --tasks {task}") for what, task, there in checks if not there]
+    found = [Missing(what, eval_command(run, task)) for what, task, there in checks if not there]
     if run.results is None or run.results.cache_bytes is None:
         found.append(Missing("memory while generating (a run measures it at its end)"))
     return found

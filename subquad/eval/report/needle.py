@@ -11,6 +11,7 @@ from subquad.eval.niah.plots import COMPARISONS
 from subquad.eval.niah.tables import SCORE_LABELS, NiahTable, model_label
 from subquad.eval.records import EvalRecord
 from subquad.eval.report.blocks import Block, Cell, Figures, Heading, Missing, Section, Table, Text, cells
+from subquad.eval.report.commands import eval_command
 from subquad.eval.report.data import RunData
 from subquad.eval.report.differences import conditions, differing, is_needle
 
@@ -39,7 +40,7 @@ def needle_section(run: RunData, folder: Path) -> Section:
             blocks.append(Heading(f"Task {task}"))
         blocks += _task_blocks(task, list(by_model.values()), folder)
     if not blocks:
-        blocks.append(Missing("needle in a haystack", f"subquad eval {run.folder} --tasks niah"))
+        blocks.append(Missing("needle in a haystack", eval_command(run, "niah")))
     return Section("Needle in a haystack", blocks)
 
 

@@ -11,6 +11,7 @@ from subquad.eval.glue import LM_EVAL_TASKS
 from subquad.eval.niah.tables import model_label
 from subquad.eval.records import EvalRecord, Metric
 from subquad.eval.report.blocks import NOTHING, Block, Bullets, Cell, Figures, Heading, Missing, Section, Table
+from subquad.eval.report.commands import eval_command
 from subquad.eval.report.data import ByModel, RunData
 from subquad.eval.report.differences import Difference, decimals_of, is_needle
 from subquad.eval.report.measures import metric_rows, mismatches
@@ -39,9 +40,9 @@ def task_section(run: RunData, folder: Path) -> Section:
     if finetuned:
         blocks += [Heading("GLUE after fine-tuning"), Figures([plot_finetuned(finetuned, folder / "finetuned.png")])]
     else:
-        blocks.append(Missing("GLUE, fine-tuned", f"subquad eval {run.folder} --tasks glue-finetune"))
+        blocks.append(Missing("GLUE, fine-tuned", eval_command(run, "glue-finetune")))
     if not any(record.task in LM_EVAL_TASKS and record.metrics for record in run.records):
-        blocks.append(Missing("GLUE, zero-shot", f"subquad eval {run.folder} --tasks glue"))
+        blocks.append(Missing("GLUE, zero-shot", eval_command(run, "glue")))
     notes = _notes(run, tasks)
     if notes:
         blocks += [Heading("Notes on these numbers"), Bullets(notes)]

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
+from subquad.errors import OutputError
 from subquad.eval.contestants import Clock, Contestant
 from subquad.eval.loss import Row
-from subquad.eval.records import EvalRecord, Metric, hash_prompts, save_record
+from subquad.eval.records import EvalRecord, Finite, Metric, hash_prompts, list_problems, save_record
 from subquad.layers import SubquadAttention, converted_layers
 
 TASK = "layers"
@@ -123,6 +125,46 @@ def run_layers(
             save_record(record, folder)
         records.append(record)
     return records
+
+
+class LayerFacts(BaseModel):
+    """What a record says of one converted layer, see `run_layers`.
+
+    Attributes:
+        layer: Number of the layer.
+        relative_error: Squared error against its own softmax attention, as a share of that output's power.
+        half_lives: Tokens, by converted key/value head; None without decay, and in it where nothing is forgotten.
+        far_shares: Share of the attention in the far part, by converted query head; None where there is none.
+        exact_kv_heads: Key/value heads that kept their softmax.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    layer: int
+    relative_error: Finite
+    half_lives: tuple[Finite | None, ...] | None
+    far_shares: tuple[Finite, ...] | None
+    exact_kv_heads: tuple[int, ...]
+
+
+def layers_of(record: EvalRecord) -> list[LayerFacts]:
+    """Read the layers of a record of `run_layers`.
+
+    Args:
+        record: The record.
+
+    Returns:
+        A converted layer each, in order.
+
+    Raises:
+        OutputError: It has none that can be read.
+    """
+    try:
+        return TypeAdapter(list[LayerFacts]).validate_python(record.details.get("layers"))
+    except ValidationError as error:
+        raise OutputError(
+            f"the record of {record.task} for {record.model} has no readable layers ({list_problems(error)})."
+        ) from error
 
 
 @torch.no_grad()

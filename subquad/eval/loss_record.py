@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from subquad.errors import OutputError
 from subquad.eval.contestants import Clock, Contestant
 from subquad.eval.loss import POSITION_BUCKETS, LossResult, Row, evaluate_loss, perplexity
-from subquad.eval.records import EvalRecord, Metric, hash_prompts, save_record
+from subquad.eval.records import EvalRecord, Finite, Metric, hash_prompts, list_problems, save_record
 
 
 class LossSettings(BaseModel):
@@ -122,12 +123,40 @@ def pack_loss(result: LossResult) -> dict[str, Any]:
 
 
 def unpack_loss(content: Mapping[str, Any]) -> LossResult:
-    """Return the evaluation that `pack_loss` packed."""
-    return LossResult(
-        torch.tensor(content["row_sums"], dtype=torch.float64),
-        torch.tensor(content["row_tokens"], dtype=torch.int64),
-        tuple(content["position_buckets"]),
-    )
+    """Return the evaluation that `pack_loss` packed.
+
+    Args:
+        content: What it returned.
+
+    Returns:
+        The evaluation.
+
+    Raises:
+        OutputError: It is not what `pack_loss` returns.
+    """
+    try:
+        found = _Packed.model_validate(content)
+        sums = torch.tensor(found.row_sums, dtype=torch.float64)
+        tokens = torch.tensor(found.row_tokens, dtype=torch.int64)
+    except ValidationError as error:
+        raise OutputError(f"the sums of its rows cannot be read ({list_problems(error)}).") from error
+    except ValueError as error:
+        raise OutputError(f"its rows differ in their number of buckets ({error}).") from error
+    num_buckets = len(found.position_buckets) + 1
+    if sums.shape != tokens.shape or sums.ndim != 2 or sums.shape[1] != num_buckets:
+        raise OutputError(
+            f"row_sums {list(sums.shape)} and row_tokens {list(tokens.shape)} must both have a row for each row of the "
+            f"text and {num_buckets} columns, one more than position_buckets."
+        )
+    return LossResult(sums, tokens, found.position_buckets)
+
+
+class _Packed(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    row_sums: tuple[tuple[Finite, ...], ...]
+    row_tokens: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...]
+    position_buckets: tuple[int, ...]
 
 
 def is_loss(record: EvalRecord) -> bool:

@@ -15,6 +15,7 @@ from subquad.errors import OutputError
 RECORDS_FOLDER = "evals"
 # Names become folders and files.
 SAFE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+_MOST_PROBLEMS = 5
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -147,10 +148,28 @@ def load_record(path: Path) -> EvalRecord:
     except (OSError, UnicodeDecodeError) as error:
         raise OutputError(f"{path} cannot be read: {error}") from error
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}" for item in error.errors())
         raise OutputError(
-            f"{path} is not a record of this version of subquad ({problems}). Remove it and evaluate again."
+            f"{path} is not a record of this version of subquad ({list_problems(error)}). Remove it and evaluate again."
         ) from error
+
+
+def list_problems(error: ValidationError) -> str:
+    """Return what pydantic found, the first problems with their places, as one phrase.
+
+    Args:
+        error: What it raised.
+
+    Returns:
+        Such as `0.length: Input should be a valid integer; 0.depth: Field required; 2 more`.
+    """
+    found = [f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}" for item in error.errors()]
+    more = [f"{len(found) - _MOST_PROBLEMS} more"] if len(found) > _MOST_PROBLEMS else []
+    return "; ".join([*found[:_MOST_PROBLEMS], *more])
+
+
+def record_files(folder: Path) -> list[Path]:
+    """Return the files of all records of an evaluation folder, by task and model."""
+    return sorted((folder / RECORDS_FOLDER).glob("*/*.json"))
 
 
 def load_records(folder: Path) -> list[EvalRecord]:
@@ -165,4 +184,4 @@ def load_records(folder: Path) -> list[EvalRecord]:
     Raises:
         OutputError: One of them is damaged.
     """
-    return [load_record(path) for path in sorted((folder / RECORDS_FOLDER).glob("*/*.json"))]
+    return [load_record(path) for path in record_files(folder)]

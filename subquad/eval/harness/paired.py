@@ -110,5 +110,5 @@ def _values(folder: Path, record: EvalRecord, metric: str) -> tuple[list[Any], l
     try:
         samples = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return [sample[metric] for sample in samples], [sample["doc_hash"] for sample in samples]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise OutputError(f"{path} cannot be read: {error!r}. Remove the record and evaluate again.") from error

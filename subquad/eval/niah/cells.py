@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from subquad.errors import OutputError
 from subquad.eval.niah.stats import mean_and_error, wilson_interval
-from subquad.eval.records import EvalRecord
+from subquad.eval.records import EvalRecord, list_problems
 
 Axis = Literal["length", "depth"]
 CellScore = Literal["accuracy", "key_rank1", "key_logprob"]
@@ -112,10 +112,25 @@ def cells_of(record: EvalRecord) -> list[Cell]:
     try:
         return TypeAdapter(list[Cell]).validate_python(record.details["cells"])
     except (KeyError, ValidationError) as error:
+        problems = list_problems(error) if isinstance(error, ValidationError) else "details.cells is missing"
         raise OutputError(
-            f"the record of {record.task} for {record.model} has no readable cells of a needle grid: {error}. "
-            "Evaluate it again."
+            f"the record of {record.task} for {record.model} has no readable cells of a needle grid ({problems})."
         ) from error
+
+
+def measured_lengths(record: EvalRecord) -> list[int]:
+    """Return the lengths of the grid that a record was measured on, ascending; its totals are over them.
+
+    Args:
+        record: The record.
+
+    Returns:
+        Lengths in tokens; fewer than those of the settings where a model's context is too short.
+
+    Raises:
+        OutputError: It is the record of another task, or damaged.
+    """
+    return sorted({cell.length for cell in cells_of(record)})
 
 
 def group_cells(cells: Sequence[Cell], axis: Axis) -> list[Group]:

@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 
 from subquad.errors import OutputError
-from subquad.eval.records import RECORDS_FOLDER, EvalRecord, load_records
+from subquad.eval.records import RECORDS_FOLDER, EvalRecord
+from subquad.eval.report.details import load_checked_records
 from subquad.eval.report.differences import Difference, metric_differences
 from subquad.eval.results import LOSS_LABELS, Results
 from subquad.eval.storage import RESULTS_FILE, load_results
@@ -99,7 +100,7 @@ def load_run(folder: Path) -> RunData:
     """
     if not folder.is_dir():
         raise OutputError(f"{folder} is no folder, so there is nothing to report; give that of a run or an evaluation")
-    records = load_records(folder)
+    records = load_checked_records(folder)
     if not (folder / RESULTS_FILE).exists():
         if not records:
             raise OutputError(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
-from subquad.eval.layers import TASK
+from subquad.eval.layers import TASK, LayerFacts, layers_of
 from subquad.eval.niah.tables import model_label
 from subquad.eval.plots import plot_layers
 from subquad.eval.records import EvalRecord
@@ -34,16 +32,16 @@ def layer_section(run: RunData, folder: Path) -> Section:
     Returns:
         The section.
     """
-    records = [record for record in run.by_task.get(TASK, {}).values() if record.details.get("layers")]
+    records = [record for record in run.by_task.get(TASK, {}).values() if layers_of(record)]
     blocks: list[Block] = []
     for record in records:
         if len(records) > 1:
             blocks.append(Heading(model_label(record.model)))
-        layers = record.details["layers"]
+        layers = layers_of(record)
         plot = plot_layers(
-            [layer["layer"] for layer in layers],
-            [layer["relative_error"] for layer in layers],
-            [fmean(layer["far_shares"]) if layer["far_shares"] else None for layer in layers],
+            [layer.layer for layer in layers],
+            [layer.relative_error for layer in layers],
+            [fmean(layer.far_shares) if layer.far_shares else None for layer in layers],
             folder / f"layers_{record.model}.png",
         )
         blocks += [Figures([plot]), _table(record)]
@@ -54,11 +52,8 @@ def layer_section(run: RunData, folder: Path) -> Section:
 
 def _table(record: EvalRecord) -> Table:
     rows = []
-    for layer in record.details["layers"]:
-        shares: Sequence[float] | None = layer["far_shares"]
-        exact = layer["exact_kv_heads"]
-        error = layer["relative_error"]
-        number = layer["layer"]
+    for layer in layers_of(record):
+        shares, exact, error, number = layer.far_shares, layer.exact_kv_heads, layer.relative_error, layer.layer
         rows.append(
             [
                 Cell(str(number), number),
@@ -73,9 +68,9 @@ def _table(record: EvalRecord) -> Table:
     return Table(_HEAD, rows, caption=caption)
 
 
-def _half_lives(layer: dict[str, Any]) -> Cell:
-    lives: Sequence[float | None] | None = layer["half_lives"]
-    if lives is None:
+def _half_lives(layer: LayerFacts) -> Cell:
+    lives = layer.half_lives
+    if not lives:
         return Cell("no decay")
     values = [min(life or _LONGEST_SHOWN, _LONGEST_SHOWN) for life in lives]
     texts = ["over 1M" if value >= _LONGEST_SHOWN else _tokens(value) for value in values]

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from subquad.errors import OutputError
-from subquad.eval.records import EvalRecord, Metric
+from subquad.eval.records import EvalRecord, Metric, list_problems
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
@@ -94,6 +94,5 @@ def timings_of(record: EvalRecord) -> list[Timing]:
         return TypeAdapter(list[Timing]).validate_python(record.details.get(TIMINGS))
     except ValidationError as error:
         raise OutputError(
-            f"the record of {record.task} for {record.model} has no readable timings ({error.error_count()} problems). "
-            "Remove it and evaluate again."
+            f"the record of {record.task} for {record.model} has no readable timings ({list_problems(error)})."
         ) from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -300,6 +302,24 @@ def test_finished_tasks_are_not_measured_again(models, glue, tmp_path, monkeypat
     assert calls == []
     measure(models[:1], tmp_path, tasks=("sst2",), data_dirs=(glue,), limit=3)
     assert len(calls) == 1
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_git_is_silent_and_the_screen_is_back_afterwards(models, glue, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))
+    measure(models[:1], tmp_path, tasks=("sst2",), data_dirs=(glue,), limit=2)
+    os.write(2, b"still heard\n")
+    heard = capfd.readouterr().err
+    assert "not a git repository" not in heard
+    assert "still heard" in heard
+
+
+def test_a_length_beyond_the_context_is_noted_and_used(models, glue, tmp_path):
+    (record,) = measure(models[:1], tmp_path, tasks=("sst2",), data_dirs=(glue,), limit=2, max_length=4096)
+    assert record.settings["max_length"] == 4096
+    assert any("max_length is 4,096, beyond the context of 512 tokens" in note for note in record.notes)
+    (record,) = measure(models[:1], tmp_path, tasks=("sst2",), data_dirs=(glue,), limit=2, max_length=512)
+    assert not any("beyond the context" in note for note in record.notes)
 
 
 def test_what_was_done_before_an_interruption_stays(models, glue, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -79,6 +80,27 @@ def quiet_lm_eval() -> Iterator[None]:
     finally:
         logger.propagate = propagate
         logger.removeHandler(silent)
+
+
+@contextmanager
+def quiet_programs() -> Iterator[None]:
+    """Keep what programs started inside the block write to standard error off the screen.
+
+    Python's own standard error goes with it, so the block must be short.
+    """
+    try:
+        screen = os.dup(2)
+    except OSError:
+        # There is no standard error.
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(screen, 2)
+        os.close(screen)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from subquad.errors import ConfigError, OutputError
 from subquad.eval.contestants import Clock, Contestant
-from subquad.eval.harness.library import collected_warnings, quiet_lm_eval, require_lm_eval
+from subquad.eval.harness.library import collected_warnings, quiet_lm_eval, quiet_programs, require_lm_eval
 from subquad.eval.harness.paired import SAMPLES_FILE
 from subquad.eval.harness.record import (
     Outcome,
@@ -48,7 +49,8 @@ class LmEvalSettings(BaseModel):
         seed: Seed of the examples and of resampling.
         batch_size: Sequences per forward pass; does not change a score beyond rounding.
         max_length: Longest sequence in tokens; it cuts the beginning of longer prompts and sets the windows of a
-            perplexity. None is the smallest context length of the models, so that it is the same for all.
+            perplexity. None is the smallest context length of the models, so that it is the same for all; one beyond
+            a model's context is used as lm-eval uses it, and noted.
         data_dirs: Folders with local files in place of the hub's data sets.
         include_path: Folder with further task definitions in lm-eval's YAML.
     """
@@ -190,6 +192,11 @@ def _measure(run: _Run, loaded: Loaded, name: str, contestant: Contestant, setti
     outcome = Outcome(name, results["results"][name], task.higher_is_better(), samples, methods)
     num_fewshot = results["n-shot"][name]
     notes = [*loaded.notes, *warnings.notes()]
+    if run.max_length > contestant.context_length:
+        notes.append(
+            f"max_length is {run.max_length:,}, beyond the context of {contestant.context_length:,} tokens the model "
+            "was made for; as in lm-eval, longer inputs are read all the same."
+        )
     if run.settings.num_fewshot not in (None, num_fewshot):
         asked = run.settings.num_fewshot
         notes.append(f"Prompts hold {num_fewshot} examples, not {asked}: lm-eval's task fixes their number.")
@@ -218,7 +225,18 @@ def _measure(run: _Run, loaded: Loaded, name: str, contestant: Contestant, setti
 def _wrapped(run: _Run, contestant: Contestant) -> Any:
     from lm_eval.models.huggingface import HFLM
 
-    return HFLM(
+    class Model(HFLM):
+        """lm-eval's model, which says when the evaluation is over: lm-eval then asks what the model is."""
+
+        def get_model_info(self) -> dict[str, Any]:
+            info: dict[str, Any] = super().get_model_info()
+            self.when_evaluated()
+            return info
+
+        def when_evaluated(self) -> None:
+            """Do what is to be done then."""
+
+    return Model(
         pretrained=contestant.model,
         backend="causal",
         # a copy: lm-eval gives a tokenizer without a padding token one
@@ -233,22 +251,25 @@ def _evaluate(run: _Run, task: Any, contestant: Contestant, model: Any, tracker:
     from lm_eval import simple_evaluate
 
     seed = run.settings.seed
-    return simple_evaluate(
-        model=model,
-        model_args={"pretrained": contestant.checkpoint, "mode": contestant.mode, "max_length": run.max_length},
-        tasks=[task],
-        task_manager=run.manager,
-        num_fewshot=run.settings.num_fewshot,
-        limit=run.settings.limit,
-        batch_size=run.settings.batch_size,
-        # uncertainty.py makes the standard errors: lm-eval's bootstrap takes minutes
-        bootstrap_iters=0,
-        evaluation_tracker=tracker,
-        random_seed=seed,
-        numpy_random_seed=seed,
-        torch_random_seed=seed,
-        fewshot_random_seed=seed,
-    )
+    with ExitStack() as until_returned:
+        # The next it does is to ask git for a commit, which outside a repository complains to the screen.
+        model.when_evaluated = lambda: until_returned.enter_context(quiet_programs())
+        return simple_evaluate(
+            model=model,
+            model_args={"pretrained": contestant.checkpoint, "mode": contestant.mode, "max_length": run.max_length},
+            tasks=[task],
+            task_manager=run.manager,
+            num_fewshot=run.settings.num_fewshot,
+            limit=run.settings.limit,
+            batch_size=run.settings.batch_size,
+            # uncertainty.py makes the standard errors: lm-eval's bootstrap takes minutes
+            bootstrap_iters=0,
+            evaluation_tracker=tracker,
+            random_seed=seed,
+            numpy_random_seed=seed,
+            torch_random_seed=seed,
+            fewshot_random_seed=seed,
+        )
 
 
 def _save_lm_eval_files(tracker: Any, model: str, task: str, results: dict[str, Any], samples: list[Any]) -> str:

@@ -141,6 +141,22 @@ def test_wrong_settings_name_their_path(override, told):
         load_suite(None, [], [override])
 
 
+@pytest.mark.parametrize(
+    "override, lines",
+    [
+        ("finetune.tasks=[sst3]", ["finetune.tasks.0"]),
+        ("finetune.tasks=[]", ["finetune: tasks is empty"]),
+        ("finetune.seeds=[-1]", ["finetune.seeds.0"]),
+        ("finetune.seeds=[]", ["finetune: seeds is empty"]),
+    ],
+)
+def test_a_wrong_entry_of_a_list_is_one_problem(override, lines):
+    with pytest.raises(ConfigError) as error:
+        load_suite(None, ["glue-finetune"], [override])
+    found = str(error.value).splitlines()[1:]
+    assert [line.strip().startswith(start) for line, start in zip(found, lines, strict=True)] == [True]
+
+
 def eval_section(**suite):
     return {"tokens": 256, "memory_lengths": [16, 64], "generate_tokens": 4, "suite": suite}
 

@@ -64,7 +64,7 @@ class FinetuneSettings(_Settings):
         data_dir: Folder with GLUE's files, see `load_glue`; None loads them from the hub.
     """
 
-    tasks: Annotated[tuple[GlueTask, ...], Field(min_length=1)] = get_args(GlueTask)
+    tasks: tuple[GlueTask, ...] = get_args(GlueTask)
     method: Method = "lora"
     lora: LoraSettings = LoraSettings()
     epochs: Annotated[float, Field(gt=0)] | None = None
@@ -79,7 +79,7 @@ class FinetuneSettings(_Settings):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     max_length: Annotated[int, Field(ge=8)] = 256
     separator: str = "\n"
-    seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**32)], ...], Field(min_length=1)] = (0,)
+    seeds: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] = (0,)
     bf16: bool | None = None
     gradient_checkpointing: bool = False
     data_dir: Path | None = None
@@ -104,6 +104,9 @@ class FinetuneSettings(_Settings):
             problems.append(f"epochs {self.epochs:g} and max_steps {self.max_steps} both say how long; give one")
         for name in ("tasks", "seeds"):
             values = getattr(self, name)
+            # Here, not as min_length: pydantic would say so of one wrong name, too, for it counts the right ones.
+            if not values:
+                problems.append(f"{name} is empty; name at least one")
             if len(set(values)) < len(values):
                 problems.append(f"{name} {values} names one twice")
         if problems:

@@ -151,6 +151,7 @@ HOSTILE = (
     "![pixel](https://evil.example/x.png)",
     "[here](https://evil.example)",
     "One\n<div>\n</div>",
+    "# One\n## two",
 )
 
 
@@ -160,7 +161,7 @@ def test_texts_cannot_break_the_markdown(tmp_path, text):
     blocks = [table, Text(text), Heading(text), Bullets([text]), Missing(text, text), Quote(text, text)]
     report = Report(text, text, text, None, [text], table, [Missing(text, text)], [Section(text, blocks)])
     html = MarkdownIt("commonmark").enable("table").render(render_report(report, tmp_path).markdown.read_text())
-    assert not re.search(r"<(script|div|img|a )", html)
+    assert not re.search(r"<(script|div|img|a )|<h2>two", html)
     # The text is there, if not as markup.
     assert " ".join(unescape(html).split()).count(" ".join(text.splitlines())) == 22
 

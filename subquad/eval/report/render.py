@@ -16,6 +16,7 @@ from subquad.eval.report.blocks import Report
 PLOTS_FOLDER = "plots"
 # What begins a tag or an address in angle brackets (CommonMark 0.31, sections 4.6, 6.5, 6.6); "< 0.001" does not.
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
+_HEADING = re.compile(r"^(\s*)#")
 # Markdown would take it for an escape.
 _BACKSLASH = re.compile(r"\\(?=[!-/:-@\[-`{-~])")
 
@@ -78,10 +79,10 @@ def _render(template: str, report: Report, images: dict[str, str]) -> str:
 
 
 def _prose(text: str) -> str:
-    """Return a text as one line of Markdown in which no HTML, no link and no image begins."""
+    """Return a text as one line of Markdown in which no HTML, link, image or heading begins."""
     # Entities, not backslashes: one that stands before them in the text would take their effect away.
     line = _TAG.sub("&lt;", _BACKSLASH.sub("&#92;", " ".join(text.splitlines())))
-    return line.replace("](", "]&#40;").replace("![", "!&#91;")
+    return _HEADING.sub(r"\1&#35;", line.replace("](", "]&#40;").replace("![", "!&#91;"))
 
 
 def _code_span(text: str) -> str:

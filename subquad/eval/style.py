@@ -78,8 +78,18 @@ def series_look(name: str, names: Sequence[str]) -> tuple[str, str, str]:
 
 
 def with_error(value: float, standard_error: float | None, decimals: int = 4, sign: str = "") -> str:
-    """Return a number with its standard error, such as `3.3883 ± 0.0833`; `sign="+"` shows a plus, too."""
-    error = "" if standard_error is None else f" ± {standard_error:.{decimals}f}"
+    """Return a number with its standard error, such as `3.3883 ± 0.0833`; `sign="+"` shows a plus, too.
+
+    Args:
+        value: The number.
+        standard_error: Its standard error; one of 0, which no sample of examples has, is not shown.
+        decimals: Decimals of both.
+        sign: `+` or empty.
+
+    Returns:
+        The text.
+    """
+    error = f" ± {standard_error:.{decimals}f}" if standard_error else ""
     return f"{value:{sign}.{decimals}f}{error}"
 
 

@@ -23,11 +23,14 @@ from subquad.eval.harness import LmEvalSettings, run_lm_eval
 from subquad.eval.layers import run_layers
 from subquad.eval.loss import Row
 from subquad.eval.loss_record import LossSettings, run_loss
+from subquad.eval.metric_text import metric_text
 from subquad.eval.niah import NiahSettings, run_niah
+from subquad.eval.niah.cells import measured_lengths
 from subquad.eval.niah.plots import write_niah_plots
 from subquad.eval.records import RECORDS_FOLDER, EvalRecord, Metric
+from subquad.eval.report.across import UNLIKE
+from subquad.eval.report.differences import is_needle
 from subquad.eval.speed import run_speed
-from subquad.eval.style import with_error
 from subquad.recipes.contestants import load_contestants, run_folder_of
 from subquad.recipes.loader import apply_overrides, parse_yaml
 from subquad.recipes.problems import describe_problems
@@ -139,29 +142,41 @@ def _place(source: str, output: Path | None) -> Path:
 
 
 def render_suite(result: SuiteResult) -> Table:
-    """Return the figures as a table for a rich console: a row per task and metric, a column per model."""
+    """Return the figures as a table for a rich console: a row per task and metric, a column per model.
+
+    A needle score over other lengths than the first model's is marked; its context was too short for some.
+    """
     models = list(dict.fromkeys(record.model for record in result.records))
     table = Table(title=f"Evaluation ({result.folder})", title_justify="left")
     for heading in ("Task", "Metric", *models):
         table.add_column(heading, justify="left" if heading in ("Task", "Metric") else "right")
+    notes: list[str] = []
     by_task: dict[str, dict[str, EvalRecord]] = {}
     for record in result.records:
         by_task.setdefault(record.task, {})[record.model] = record
     for task, of_model in by_task.items():
         names = dict.fromkeys(name for record in of_model.values() for name in record.metrics)
+        lengths = {m: measured_lengths(record) for m, record in of_model.items() if is_needle(record)}
+        unlike = {m for m, found in lengths.items() if found != next(iter(lengths.values()))}
         for name in names:
-            cells = [format_metric(of_model[m].metrics.get(name)) if m in of_model else "–" for m in models]
-            table.add_row(task, name, *cells)
+            found = {m: record.metrics.get(name) for m, record in of_model.items()}
+            texts = {m: format_metric(name, metric) for m, metric in found.items()}
+            texts |= {m: f"{texts[m]} {UNLIKE}" for m in unlike if found[m] is not None}
+            table.add_row(task, name, *(texts.get(m, "–") for m in models))
+        for m in sorted(unlike, key=models.index):
+            spans = [", ".join(f"{length:,}" for length in lengths[n]) or "none" for n in (m, next(iter(lengths)))]
+            notes.append(f"{UNLIKE} {task} of {m}: lengths {spans[0]}; the first model's: {spans[1]}")
         if not names:
             table.add_row(task, "not measured", *["–" for _ in models])
+    table.caption, table.caption_justify = "\n".join(notes) or None, "left"
     for task in result.failures.keys() - by_task.keys():
         table.add_row(task, "failed", *["–" for _ in models])
     return table
 
 
-def format_metric(metric: Metric | None) -> str:
-    """Return a metric with its standard error as text; a dash where it was not measured."""
-    return "–" if metric is None else with_error(metric.value, metric.standard_error)
+def format_metric(name: str, metric: Metric | None) -> str:
+    """Return a metric with its standard error or interval as text; a dash where it was not measured."""
+    return "–" if metric is None else metric_text(name, metric)
 
 
 def load_suite(source: str | None, tasks: Sequence[str], overrides: Sequence[str]) -> SuiteSettings:

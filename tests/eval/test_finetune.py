@@ -66,7 +66,8 @@ def test_every_mode_learns_the_rule(method, rate, tmp_path):
     assert [(record.task, record.model) for record in records] == [("glue-finetune-sst2", mode) for mode in MODES]
     for record in records:
         assert record.metrics["acc"].value > 0.9
-        assert 0 <= record.metrics["acc"].standard_error < 0.05
+        assert 0 <= (record.metrics["acc"].standard_error or 0) < 0.05
+        assert (record.metrics["acc"].standard_error is None) == (record.metrics["acc"].value == 1)
         assert record.metrics["acc"].num == 64
         assert record.baselines == {"acc": 0.5}
         losses = [loss for _, loss in record.details["seeds"][0]["curve"]]
@@ -420,6 +421,7 @@ def test_padding_falls_back_to_a_token_the_model_knows():
     "changes, message",
     [
         ({"epochs": 1, "max_steps": 3}, "epochs 1 and max_steps 3 both say how long; give one"),
+        ({"seeds": ()}, "seeds is empty; name at least one"),
         ({"seeds": (1, 1)}, "seeds .1, 1. names one twice"),
         ({"tasks": ("stsb",)}, "tasks.0"),
         ({"learning_rates": 1}, "learning_rates"),

@@ -170,6 +170,15 @@ def test_missing_numbers_are_named_and_never_zero():
     assert "acc,none" not in made.details["lm_eval"]
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_an_accuracy_of_0_or_1_has_no_standard_error_and_a_note(value):
+    numbers = {"sample_len": 3, "acc,none": value, "acc_stderr,none": 0.0, "mcc,none": 0.0, "mcc_stderr,none": 0.0}
+    made = record(Outcome("sst2", numbers, {}))
+    assert made.metrics["acc"].standard_error is None
+    assert made.metrics["mcc"].standard_error == 0.0
+    assert made.notes == [f"acc has no standard error: all 3 examples score {value:.0f}."]
+
+
 def test_glue_is_compared_with_the_best_constant_answer():
     gold = [1, 1, 1, 0]
     answers = [choice(index, label, [-2.0, -1.0], f1=(label, 1), acc=float(label)) for index, label in enumerate(gold)]

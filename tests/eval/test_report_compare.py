@@ -14,6 +14,7 @@ from subquad.eval.report import load_run, write_comparison
 from subquad.eval.summary import print_comparison, print_report
 
 from .report_records import finetune_record, lm_eval_record, loss_record, save_all
+from .test_metric_text import needle_record
 from .test_report import make_run, read_page
 
 
@@ -68,6 +69,19 @@ def test_a_run_beside_an_evaluation_does_not_mix_their_losses(tmp_path):
     assert f"{loss_record('teacher').metrics['loss'].value:.4f}" in line
     assert "2.9991" not in line
     assert "an evaluation without a run" in markdown
+
+
+def test_needle_rows_over_other_lengths_are_marked(tmp_path):
+    for name, lengths in (("a", (192, 320)), ("b", (192,))):
+        for model in ("teacher", "student"):
+            save_record(needle_record(model, lengths=lengths), tmp_path / name)
+    markdown = write_comparison([tmp_path / "a", tmp_path / "b"], tmp_path / "out").markdown.read_text(encoding="utf-8")
+    assert "Every row was measured with the same settings" not in markdown
+    assert "measured lengths is [192, 320] for a, [192] for b" in markdown
+    for label in ("| Needle accuracy (niah)", "| niah: accuracy", "| niah: key_logprob"):
+        line = next(line for line in markdown.splitlines() if line.startswith(label))
+        # both models of the second run
+        assert line.count("†") == 2, line
 
 
 def test_averages_over_other_tasks_say_which(runs, tmp_path):

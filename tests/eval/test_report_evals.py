@@ -244,6 +244,9 @@ def test_needles_beyond_one_models_context_are_left_out_for_both(tmp_path):
     markdown = write_report(tmp_path).markdown.read_text(encoding="utf-8")
     assert "not measured |" in markdown
     assert "Student, distilled: 512 is too long." in markdown
+    assert "niah: scores are over the lengths each model has room for" in markdown
+    assert "student: measured lengths differs from teacher." in markdown
+    assert "not measured alike" not in markdown
 
 
 def test_a_task_that_could_not_run_says_why(tmp_path):

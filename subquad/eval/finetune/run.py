@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from subquad.eval.finetune.training import (
 )
 from subquad.eval.glue import LM_EVAL_TASKS, glue_metrics
 from subquad.eval.glue_data import GLUE_TASKS, GlueSplit, GlueTask, load_glue
+from subquad.eval.metric_text import extreme_interval, no_error_note
 from subquad.eval.records import (
     RECORDS_FOLDER,
     EvalRecord,
@@ -220,13 +221,14 @@ def _measure(
     for name, split in _names(task).items():
         encoded = evals[split]
         update = {"prompts_hash": hash_prompts(encoded.rows["input_ids"]), "wall_seconds": seconds}
+        numbers = _numbers(glue_metrics(name), results, split, encoded)
         record = EvalRecord(
             task=TASK_PREFIX + name,
             model=contestant.name,
             settings=settings.for_record(),
-            notes=_notes(results, split, encoded, data.num_validation[split]),
+            notes=[*_notes(results, split, encoded, data.num_validation[split]), *_error_notes(numbers["metrics"])],
             provenance=provenance.model_copy(update=update),
-            **_numbers(glue_metrics(name), results, split, encoded),
+            **numbers,
         )
         save_record(record, folder)
         records.append(record)
@@ -264,7 +266,7 @@ def _numbers(
         "seeds": seeds,
     }
     return {
-        "metrics": {name: _metric(score, labels) for name, score in scores.items()},
+        "metrics": {name: _of_shares(name, _metric(score, labels)) for name, score in scores.items()},
         "baselines": {name: constant_baseline(name, labels) for name in metrics},
         "details": details,
     }
@@ -274,8 +276,17 @@ def _metric(score: Score, labels: np.ndarray) -> Metric:
     return Metric(value=score.value, standard_error=score.standard_error, num=len(labels))
 
 
+def _of_shares(name: str, metric: Metric) -> Metric:
+    """Return a metric without its standard error of 0 where it is an accuracy of 0 or 1."""
+    return metric.model_copy(update={"standard_error": None}) if extreme_interval(name, metric) else metric
+
+
 def _stack(digits: Sequence[str]) -> np.ndarray:
     return np.stack([from_digits(row) for row in digits])
+
+
+def _error_notes(metrics: Mapping[str, Metric]) -> list[str]:
+    return [no_error_note(name, metric) for name, metric in metrics.items() if metric.standard_error is None]
 
 
 def _notes(results: Sequence[SeedResult], split: GlueSplit, encoded: Encoded, num_validation: int) -> list[str]:

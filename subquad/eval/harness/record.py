@@ -12,6 +12,7 @@ from typing import Any
 
 from subquad.eval.glue import LM_EVAL_TASKS
 from subquad.eval.harness.uncertainty import Uncertainty, estimate
+from subquad.eval.metric_text import extreme_interval, no_error_note
 from subquad.eval.records import EvalRecord, Metric, Provenance, hash_prompts
 
 Sample = Mapping[str, Any]
@@ -144,12 +145,16 @@ def _metrics(outcome: Outcome) -> tuple[dict[str, Metric], list[str]]:
             method = outcome.methods.get(name)
             notes.append(f"{name} has no standard error ({method.method if method else 'lm-eval gives none'}).")
         better = outcome.higher_is_better.get(metric)
-        metrics[name] = Metric(
+        found = Metric(
             value=float(value),
             standard_error=float(error) if _finite(error) else None,
             num=_num_documents(outcome, metric, chosen),
             higher_is_better=better is not False,
         )
+        if extreme_interval(name, found) and found.standard_error is not None:
+            found = found.model_copy(update={"standard_error": None})
+            notes.append(no_error_note(name, found))
+        metrics[name] = found
     return metrics, notes
 
 

@@ -6,16 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from subquad.convert.atomic import atomic_file
 from subquad.errors import ConfigError
 from subquad.eval.contestants import Clock, Contestant
-from subquad.eval.niah.measure import Outcome, measure
+from subquad.eval.niah.measure import measure
 from subquad.eval.niah.prompts import NiahPrompt, PromptSet, build_prompts
+from subquad.eval.niah.samples import save_samples
 from subquad.eval.niah.settings import NiahSettings
-from subquad.eval.niah.summary import baselines, context_notes, lengths_beyond, make_details, make_metrics
-from subquad.eval.records import RECORDS_FOLDER, EvalRecord, save_record
+from subquad.eval.niah.summary import baselines, context_notes, lengths_beyond, make_details, make_metrics, metric_notes
+from subquad.eval.records import EvalRecord, save_record
 
-SAMPLES_FOLDER = "samples"
 Progress = Callable[[int, int], None]
 
 
@@ -105,14 +104,15 @@ def _evaluate(entry: _Entry, settings: NiahSettings, folder: Path, command: str,
     clock = Clock.start()
     outcomes, cost = measure(entry.contestant, entry.fitting, settings, count.advance)
     reason = f"exceeds the context of {entry.contestant.context_length:,} tokens"
+    metrics = make_metrics(outcomes)
     record = EvalRecord(
         task=settings.task,
         model=entry.contestant.name,
-        metrics=make_metrics(outcomes),
+        metrics=metrics,
         baselines=baselines(settings),
         settings=settings.identity(),
         details=make_details(entry.fitting, outcomes, cost, [(length, reason) for length in entry.left_out]),
-        notes=entry.notes,
+        notes=[*entry.notes, *metric_notes(metrics)],
         provenance=clock.provenance(
             entry.contestant,
             seed=settings.seed,
@@ -122,11 +122,6 @@ def _evaluate(entry: _Entry, settings: NiahSettings, folder: Path, command: str,
         ),
     )
     # The record last: it is what says that the model is finished.
-    _save_samples(outcomes, folder, record)
+    save_samples(outcomes, folder, record.task, record.model)
     save_record(record, folder)
     return record
-
-
-def _save_samples(outcomes: Sequence[Outcome], folder: Path, record: EvalRecord) -> None:
-    path = folder / RECORDS_FOLDER / record.task / SAMPLES_FOLDER / f"{record.model}.jsonl"
-    atomic_file(path, "".join(outcome.model_dump_json(exclude_none=True) + "\n" for outcome in outcomes).encode())

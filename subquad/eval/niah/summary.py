@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from subquad.eval.metric_text import known_error
 from subquad.eval.niah.cells import group_cells
 from subquad.eval.niah.measure import Cost, Outcome, make_cells, mean_reciprocal_rank
 from subquad.eval.niah.prompts import NiahPrompt
 from subquad.eval.niah.settings import NiahSettings
 from subquad.eval.niah.stats import mean_and_error
 from subquad.eval.records import Metric
+
+_METRICS = (
+    "accuracy",
+    "values_named",
+    "key_logprob",
+    "key_logprob_per_token",
+    "key_rank1",
+    "key_reciprocal_rank",
+)
 
 
 def make_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:
@@ -26,24 +36,43 @@ def make_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:
         `accuracy`, `values_named` (several values only), `key_logprob`, `key_logprob_per_token`, `key_rank1`,
         `key_reciprocal_rank`.
     """
-    named = [outcome.share_named for outcome in outcomes if outcome.share_named is not None]
-    log_probs = [outcome.log_probs for outcome in outcomes if outcome.log_probs is not None]
-    ranks = [outcome.ranks for outcome in outcomes if outcome.ranks is not None]
-    several = any(len(outcome.values) > 1 for outcome in outcomes)
-    numbers: dict[str, list[float]] = {
-        "accuracy": [float(share == 1) for share in named],
-        "values_named": named if several else [],
-        "key_logprob": [sum(found) for found in log_probs],
-        "key_logprob_per_token": [fmean(found) for found in log_probs],
-        "key_rank1": [float(max(found) == 1) for found in ranks],
-        "key_reciprocal_rank": [mean_reciprocal_rank(found) for found in ranks],
-    }
+    scores = [prompt_scores(outcome) for outcome in outcomes]
+    numbers = {name: [found[name] for found in scores if name in found] for name in _METRICS}
     metrics = {}
     for name, values in numbers.items():
         if values:
             mean, error = mean_and_error(values)
-            metrics[name] = Metric(value=mean, standard_error=error, num=len(values))
+            metrics[name] = Metric(value=mean, standard_error=known_error(mean, error), num=len(values))
     return metrics
+
+
+def prompt_scores(outcome: Outcome) -> dict[str, float]:
+    """Return what one prompt adds to each metric, whose mean over prompts is the metric.
+
+    Args:
+        outcome: What a model made of the prompt.
+
+    Returns:
+        Numbers by metric; a score that was not measured has none.
+    """
+    found: dict[str, float] = {}
+    if outcome.share_named is not None:
+        found["accuracy"] = float(outcome.share_named == 1)
+        if len(outcome.values) > 1:
+            found["values_named"] = outcome.share_named
+    if outcome.log_probs is not None:
+        found["key_logprob"] = sum(outcome.log_probs)
+        found["key_logprob_per_token"] = fmean(outcome.log_probs)
+    if outcome.ranks is not None:
+        found["key_rank1"] = float(max(outcome.ranks) == 1)
+        found["key_reciprocal_rank"] = mean_reciprocal_rank(outcome.ranks)
+    return found
+
+
+def metric_notes(metrics: Mapping[str, Metric]) -> list[str]:
+    """Say which metrics have no standard error although there are several prompts, see `known_error`."""
+    names = [name for name, metric in metrics.items() if metric.num > 1 and metric.standard_error is None]
+    return [f"No standard error of {', '.join(names)}: every prompt scores the same."] if names else []
 
 
 def make_details(

@@ -18,7 +18,8 @@ from subquad.eval.loss import compare_losses
 from subquad.eval.loss_record import is_loss, unpack_loss
 from subquad.eval.niah import cells_of
 from subquad.eval.niah.cells import Cell as GridCell
-from subquad.eval.niah.cells import CellScore
+from subquad.eval.niah.cells import CellScore, measured_lengths
+from subquad.eval.niah.samples import sample_difference
 from subquad.eval.niah.stats import mean_and_error
 from subquad.eval.records import EvalRecord
 from subquad.eval.report.blocks import Cell, Mark
@@ -28,6 +29,8 @@ from subquad.eval.speed.timings import TIMINGS, median_error, timings_of
 
 # What a record calls settings but what names the model.
 _OF_THE_MODEL = ("checkpoint", "mode")
+# Of a needle grid, those a model has room for: a condition of its totals, not of what is paired by prompt.
+MEASURED_LENGTHS = "measured lengths"
 _GRID_SCORES: tuple[CellScore, ...] = ("accuracy", "key_rank1", "key_logprob")
 
 
@@ -62,11 +65,11 @@ class Difference:
 
 
 def format_number(value: float, standard_error: float | None, decimals: int, sign: str = "") -> str:
-    """Return a number with its standard error, such as `0.560 ± 0.035`."""
+    """Return a number with its standard error, such as `0.560 ± 0.035`; an error of 0 is not shown."""
     error = ""
-    if standard_error is not None:
+    if standard_error:
         text = f"{standard_error:.{decimals}f}"
-        error = f" ± <{10**-decimals:.{decimals}f}" if standard_error and float(text) == 0 else f" ± {text}"
+        error = f" ± <{10**-decimals:.{decimals}f}" if float(text) == 0 else f" ± {text}"
     return f"{value:{sign},.{decimals}f}{error}"
 
 
@@ -82,6 +85,11 @@ def conditions(record: EvalRecord) -> dict[str, Any]:
     settings = {name: value for name, value in record.settings.items() if name not in _OF_THE_MODEL}
     settings.setdefault("dtype", record.provenance.dtype)
     return {**settings, "prompts": record.provenance.prompts_hash}
+
+
+def measured_on(record: EvalRecord) -> dict[str, Any]:
+    """Return what two records' totals must share beyond `conditions`: the lengths of a needle grid, else nothing."""
+    return {MEASURED_LENGTHS: measured_lengths(record)} if is_needle(record) else {}
 
 
 def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
@@ -130,7 +138,7 @@ def _paired(first: EvalRecord, second: EvalRecord, folder: Path) -> dict[str, Di
     if is_loss(first) and is_loss(second):
         return _loss_differences(first, second)
     if is_needle(first) and is_needle(second):
-        return _needle_differences(first, second)
+        return _needle_differences(first, second, folder)
     if first.task.startswith(FINETUNE_PREFIX) and first.metrics and second.metrics:
         metrics = compare_finetuned(first, second)
         return {name: Difference(m.value, m.standard_error, True, paired=True) for name, m in metrics.items()}
@@ -160,7 +168,7 @@ def _loss_differences(first: EvalRecord, second: EvalRecord) -> dict[str, Differ
     }
 
 
-def _needle_differences(first: EvalRecord, second: EvalRecord) -> dict[str, Difference]:
+def _needle_differences(first: EvalRecord, second: EvalRecord, folder: Path) -> dict[str, Difference]:
     pairs = common_cells([first, second])
     found: dict[str, Difference] = {}
     for score in _GRID_SCORES:
@@ -172,6 +180,11 @@ def _needle_differences(first: EvalRecord, second: EvalRecord) -> dict[str, Diff
         if values:
             value, error = mean_and_error(values)
             found[score] = Difference(value, error, True, paired=True)
+    # The cells do not hold the others by prompt; the samples do.
+    for name in [name for name in first.metrics if name in second.metrics and name not in found]:
+        pair = sample_difference(folder, first, second, name)
+        if pair is not None:
+            found[name] = Difference(*pair, higher_is_better=True, paired=True)
     return found
 
 

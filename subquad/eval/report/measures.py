@@ -16,6 +16,7 @@ from subquad.eval.report.blocks import Cell, Missing
 from subquad.eval.report.commands import eval_command
 from subquad.eval.report.data import ByMetric, ByModel, RunData
 from subquad.eval.report.differences import (
+    MEASURED_LENGTHS,
     Difference,
     common_cells,
     conditions,
@@ -24,6 +25,7 @@ from subquad.eval.report.differences import (
     format_number,
     is_needle,
     is_speed,
+    measured_on,
 )
 from subquad.eval.report.rows import Measure, metric_cell
 from subquad.eval.report.speed import speed_rows
@@ -152,10 +154,10 @@ def metric_rows(run: RunData, task: str, names: Sequence[str] | None) -> list[Me
         rows.append(
             Measure(
                 f"{task}: {name}",
-                {model: metric_cell(metric, decimals) for model, metric in metrics.items()},
+                {model: metric_cell(name, metric, decimals) for model, metric in metrics.items()},
                 f"n = {max(metric.num for metric in metrics.values()):,}",
                 *_cost_and_gain(run, task, name, decimals),
-                conditions={model: conditions(record) for model, record in by_model.items()},
+                conditions={model: {**conditions(r), **measured_on(r)} for model, r in by_model.items()},
             )
         )
     return rows
@@ -261,7 +263,7 @@ def _needle(run: RunData, task: str) -> list[Measure]:
         to_cell = _share_cell if score == "accuracy" else _mean_cell
         decimals = 3 if score == "accuracy" else 2
         cost, gain = _cost_and_gain(run, task, score, decimals)
-        at = {model: conditions(record) for model, record in by_model.items()}
+        at = {model: {**conditions(record), MEASURED_LENGTHS: lengths} for model, record in by_model.items()}
         values = {model: to_cell(found) for model, found in numbers.items()}
         short = label[0].lower() + label[1:]
         rows.append(Measure(label, values, note, cost, gain, short, task, at))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from subquad.eval.metric_text import extreme_interval, metric_text
 from subquad.eval.records import Metric
 from subquad.eval.report.blocks import Cell
 from subquad.eval.report.differences import format_number
@@ -40,6 +41,8 @@ class Measure:
         return f"{self.label} ({self.task})" if self.task else self.label
 
 
-def metric_cell(metric: Metric, decimals: int) -> Cell:
-    """Return a metric with its standard error as a cell."""
+def metric_cell(name: str, metric: Metric, decimals: int) -> Cell:
+    """Return a metric with its standard error as a cell; a share at 0 or 1 with its interval."""
+    if extreme_interval(name, metric):
+        return Cell(metric_text(name, metric, decimals), metric.value)
     return Cell(format_number(metric.value, metric.standard_error, decimals), metric.value)

@@ -33,7 +33,7 @@ def speed_rows(run: RunData, task: str) -> list[Measure]:
     rows = []
     for timing in sorted(every.values(), key=lambda timing: (PHASES.index(timing.phase), timing.length)):
         name = timing.metric_name
-        values = {model: metric_cell(r.metrics[name], 2) for model, r in by_model.items() if name in r.metrics}
+        values = {model: metric_cell(name, r.metrics[name], 2) for model, r in by_model.items() if name in r.metrics}
         theirs = timings.get(REFERENCE, {}).get(name)
         values |= {} if theirs is None else {REFERENCE: Cell("1", 1.0)}
         what = f"{timing.phase} speed at {timing.length:,} tokens"

@@ -8,13 +8,15 @@ from pathlib import Path
 from subquad.eval.finetune import plot_finetuned
 from subquad.eval.finetune.run import TASK_PREFIX as FINETUNE_PREFIX
 from subquad.eval.glue import LM_EVAL_TASKS
+from subquad.eval.metric_text import extreme_interval, metric_text
 from subquad.eval.niah.tables import model_label
 from subquad.eval.records import EvalRecord, Metric
 from subquad.eval.report.blocks import NOTHING, Block, Bullets, Cell, Figures, Heading, Missing, Section, Table
 from subquad.eval.report.commands import eval_command
 from subquad.eval.report.data import ByModel, RunData
-from subquad.eval.report.differences import Difference, decimals_of, is_needle
+from subquad.eval.report.differences import MEASURED_LENGTHS, Difference, decimals_of, differing, is_needle
 from subquad.eval.report.measures import metric_rows, mismatches
+from subquad.eval.report.rows import Measure
 from subquad.eval.results import CLEAR_ERRORS
 
 AT_BASELINE = "°"
@@ -69,7 +71,8 @@ def _table(run: RunData, tasks: dict[str, ByModel], models: Sequence[str]) -> Ta
     caption = (
         f"± is one standard error. A difference is called better or worse from {CLEAR_ERRORS:g} standard errors on, "
         "and a tie below; it is open where there is no standard error. The baseline is what one and the same answer to "
-        f"every question scores, or a guess; {AT_BASELINE}: within {CLEAR_ERRORS:g} standard errors of it. Models are "
+        f"every question scores, or a guess; {AT_BASELINE}: within {CLEAR_ERRORS:g} standard errors of it, or in the "
+        "95 % interval (brackets) that a share of 0 or 1 has in place of an error. Models are "
         "compared example by example; where a metric has no examples on file, the error of a difference takes the "
         "models as independent, which is on the safe side."
     )
@@ -86,11 +89,21 @@ def _score(metric: Metric | None, record: EvalRecord | None, name: str) -> Cell:
     if metric is None or record is None:
         return NOTHING
     decimals = decimals_of(name)
-    error = "" if metric.standard_error is None else f" ± {metric.standard_error:.{decimals}f}"
-    baseline = record.baselines.get(name)
-    at_chance = baseline is not None and Difference(metric.value - baseline, metric.standard_error, True, False)
-    mark = AT_BASELINE if at_chance and at_chance.mark == "tie" else ""
+    mark = AT_BASELINE if _at_baseline(name, metric, record.baselines.get(name)) else ""
+    if extreme_interval(name, metric):
+        return Cell(metric_text(name, metric, decimals) + mark, metric.value)
+    error = f" ± {metric.standard_error:.{decimals}f}" if metric.standard_error else ""
     return Cell(f"{_short(metric.value, decimals)}{error}{mark}", metric.value)
+
+
+def _at_baseline(name: str, metric: Metric, baseline: float | None) -> bool:
+    if baseline is None:
+        return False
+    interval = extreme_interval(name, metric)
+    if interval is not None:
+        return interval[0] <= baseline <= interval[1]
+    difference = metric.value - baseline
+    return difference == 0 or Difference(difference, metric.standard_error, True, False).mark == "tie"
 
 
 def _notes(run: RunData, tasks: dict[str, ByModel]) -> list[str]:
@@ -107,9 +120,18 @@ def _notes(run: RunData, tasks: dict[str, ByModel]) -> list[str]:
     for task in tasks:
         rows = metric_rows(run, task, None)
         problem = mismatches(rows[0]) if rows else ""
-        if problem:
+        if problem and _only_lengths(rows[0]):
+            text = "scores are over the lengths each model has room for, differences over those both have"
+            found.append(f"{task}: {text}: {problem}.")
+        elif problem:
             found.append(f"{task} was not measured alike, so there is no difference: {problem}.")
     return found
+
+
+def _only_lengths(row: Measure) -> bool:
+    """Return whether the models of a row differ in nothing but the lengths of a needle grid."""
+    first, *others = row.conditions.values()
+    return all(set(differing(first, other)) <= {MEASURED_LENGTHS} for other in others)
 
 
 def _names(names: Sequence[str], by_model: ByModel) -> str:

@@ -12,7 +12,11 @@ from subquad.errors import ConfigError, OutputError
 from subquad.eval.contestants import Contestant
 from subquad.eval.niah import NiahSettings, cells_of, group_cells, paired_differences, run_niah
 from subquad.eval.niah.cells import Cell
-from subquad.eval.records import load_record, load_records, record_path
+from subquad.eval.niah.measure import Outcome
+from subquad.eval.niah.stats import mean_and_error
+from subquad.eval.niah.summary import prompt_scores
+from subquad.eval.records import Metric, load_record, load_records, record_path
+from subquad.eval.report.differences import metric_differences
 
 from .tiny import KINDS, CopyingModel, random_model, random_student, tiny_tokenizer
 
@@ -108,8 +112,8 @@ def test_the_record_says_what_is_needed_to_repeat_it(tokenizer, tmp_path):
     assert record.baselines == {"accuracy": 1 / 90_000, "key_logprob": pytest.approx(-math.log(90_000))}
 
 
-def samples_of(folder):
-    return (folder / "evals/niah/samples/teacher.jsonl").read_text().splitlines()
+def samples_of(folder, model="teacher"):
+    return (folder / f"evals/niah/samples/{model}.jsonl").read_text().splitlines()
 
 
 def test_cells_hold_every_prompt_and_groups_pool_them(tokenizer, tmp_path):
@@ -203,10 +207,10 @@ def test_another_text_under_the_same_name_is_measured_again(tokenizer, tmp_path)
 def test_prompts_beyond_the_context_are_noted_and_not_scored(tokenizer, tmp_path):
     contestants = [copying(tokenizer, "long", 256), copying(tokenizer, "short", 200)]
     long, short = run(contestants, tmp_path)
-    assert long.notes == []
-    assert short.notes == [
+    assert not any("context" in note for note in long.notes)
+    assert short.notes[0] == (
         "Prompts of 200 tokens were not measured: with 10 tokens of answer they exceed the context of 200 tokens."
-    ]
+    )
     assert short.metrics["accuracy"].value == 1
     assert short.metrics["accuracy"].num == 6
     assert {cell.length for cell in cells_of(short)} == {160}
@@ -335,3 +339,28 @@ def test_weights_stay_as_they_were(tokenizer, tmp_path):
     run([contestant], tmp_path)
     assert contestant.model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in contestant.model.state_dict().items())
+
+
+def test_a_score_without_spread_has_no_standard_error_and_a_note(tokenizer, tmp_path):
+    record = run([copying(tokenizer)], tmp_path)[0]
+    assert record.metrics["accuracy"].standard_error is None
+    assert len(record.notes) == 1
+    assert record.notes[0].startswith("No standard error of accuracy, ")
+
+
+@pytest.mark.parametrize("name", ["key_logprob_per_token", "key_reciprocal_rank"])
+def test_scores_beside_the_cells_are_paired_by_prompt(tokenizer, tmp_path, name):
+    records = run([guessing(tokenizer), copying(tokenizer)], tmp_path)
+    pairs = metric_differences(*records, tmp_path)
+    values = [
+        [prompt_scores(Outcome.model_validate_json(line))[name] for line in samples_of(tmp_path, record.model)]
+        for record in records
+    ]
+    mean, error = mean_and_error([mine - theirs for mine, theirs in zip(*values, strict=True)])
+    assert pairs[name].paired
+    assert (pairs[name].value, pairs[name].standard_error) == (pytest.approx(mean), pytest.approx(error))
+    # The samples of another evaluation are not those of the record.
+    lines = samples_of(tmp_path)
+    (tmp_path / "evals/niah/samples/teacher.jsonl").write_text("\n".join(lines[:1]) + "\n")
+    stale = records[1].model_copy(update={"metrics": {name: Metric(value=-99.0, standard_error=1.0, num=12)}})
+    assert not metric_differences(records[0], stale, tmp_path)[name].paired

@@ -173,11 +173,11 @@ def test_the_command_for_a_folder_without_a_run_names_its_checkpoints(tmp_path):
     end = ["--output", str(folder), "--tasks", "speed"]
     assert command_for(folder, "gemma", gemma="hub/gemma") == ["subquad", "eval", "hub/gemma", *end]
     assert command_for(folder, "teacher", teacher="my ck") == [
-        *("subquad", "eval", "my ck", "--against", "hub/gemma"),
+        *("subquad", "eval", "my ck", "--against", "gemma=hub/gemma"),
         *end,
     ]
     assert command_for(folder, "student", student="out/student") == [
-        *("subquad", "eval", "out/student", "--teacher", "my ck", "--against", "hub/gemma"),
+        *("subquad", "eval", "out/student", "--teacher", "my ck", "--against", "gemma=hub/gemma"),
         *end,
     ]
 
@@ -188,8 +188,8 @@ def test_the_command_for_a_run_without_its_recipe_names_its_student_and_teacher(
     assert found[:5] == ["subquad", "eval", str(tmp_path / "student"), "--teacher", "smollm2-135m"]
 
 
-def test_a_student_whose_teacher_is_unknown_needs_it_filled_in(tmp_path):
-    assert command_for(tmp_path, "student", student="out")[:5] == ["subquad", "eval", "out", "--teacher", "CHECKPOINT"]
+def test_a_teacher_that_no_record_names_is_left_to_the_run(tmp_path):
+    assert command_for(tmp_path, "student", student="out")[:4] == ["subquad", "eval", "out", "--output"]
 
 
 def test_evaluation_without_a_run(tmp_path):

@@ -30,12 +30,13 @@ def eval_command(run: RunData, task: str) -> str:
     student = checkpoints.get("student")
     if student is None and run.results is not None:
         student = str(run.folder / "student")
-    others = [source for model, source in checkpoints.items() if model not in LOSS_LABELS]
+    others = {model: source for model, source in checkpoints.items() if model not in LOSS_LABELS}
     words = ["subquad", "eval"]
     if student is not None:
-        words += [student, "--teacher", teacher or _UNKNOWN]
+        # Without one, subquad eval takes that of the run the student lies in, or asks for it.
+        words += [student, "--teacher", teacher] if teacher else [student]
     else:
-        words.append(teacher or (others.pop(0) if others else _UNKNOWN))
-    for other in others:
-        words += ["--against", other]
+        words.append(teacher or (others.pop(next(iter(others))) if others else _UNKNOWN))
+    for model, source in others.items():
+        words += ["--against", f"{model}={source}"]
     return shlex.join([*words, "--output", str(run.folder), "--tasks", task])

@@ -103,9 +103,9 @@ def _headline(outcomes: dict[str, str]) -> str:
     if len(set(outcomes.values())) == 1:
         outcome = next(iter(outcomes.values()))
         joint = " or " if outcome == "does not beat" else " and "
-        return f"The distilled student {outcome} {joint.join(outcomes)}."
+        return f"On held-out loss, the distilled student {outcome} {joint.join(outcomes)}."
     clauses = [f"{outcome} {rival}" for rival, outcome in outcomes.items()]
-    return f"The distilled student {', but '.join(clauses)}."
+    return f"On held-out loss, the distilled student {', but '.join(clauses)}."
 
 
 def _sentence(rival: str, pair: PairedDifference) -> str:

@@ -24,12 +24,12 @@ def with_differences(start, window, error=0.002):
 @pytest.mark.parametrize(
     "start, window, headline",
     [
-        (-0.05, -0.03, "The distilled student beats its own start and the window-only control."),
-        (0.05, 0.03, "The distilled student does not beat its own start or the window-only control."),
-        (-0.05, 0.03, "The distilled student beats its own start, but does not beat the window-only control."),
-        (0.05, -0.03, "The distilled student does not beat its own start, but beats the window-only control."),
-        (-0.05, -0.003, "The distilled student beats its own start, but ties with the window-only control."),
-        (-0.05, None, "The distilled student beats its own start."),
+        (-0.05, -0.03, "On held-out loss, the distilled student beats its own start and the window-only control."),
+        (0.05, 0.03, "On held-out loss, the distilled student does not beat its own start or the window-only control."),
+        (-0.05, 0.03, "On held-out loss, the distilled student beats its own start, but does not beat the window-only control."),
+        (0.05, -0.03, "On held-out loss, the distilled student does not beat its own start, but beats the window-only control."),
+        (-0.05, -0.003, "On held-out loss, the distilled student beats its own start, but ties with the window-only control."),
+        (-0.05, None, "On held-out loss, the distilled student beats its own start."),
         (
             None,
             None,
@@ -40,7 +40,7 @@ def with_differences(start, window, error=0.002):
 def test_headline(start, window, headline):
     verdict = with_differences(start, window)
     assert verdict.headline == headline
-    assert verdict.success == (headline.startswith("The distilled student beats") and "but" not in headline)
+    assert verdict.success == (headline.startswith("On held-out loss, the distilled student beats") and "but" not in headline)
 
 
 @pytest.mark.parametrize(

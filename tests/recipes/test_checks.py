@@ -98,6 +98,6 @@ def test_text_that_is_trained_on_is_not_measured_on(hf_config, tmp_path, monkeyp
 
 
 def test_stage_1_needs_parameters_of_the_mixer(hf_config):
-    with pytest.raises(ConfigError, match="set stage1.tokens=0"):
+    with pytest.raises(ConfigError, match=r"set stage1\.tokens=0"):
         check_recipe_against(recipe(convert={"mixer": "linear-relu"}), hf_config)
     check_recipe_against(recipe(convert={"mixer": "linear-relu"}, stage1={"tokens": 0}), hf_config)

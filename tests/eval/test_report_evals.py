@@ -207,7 +207,7 @@ def test_student_without_a_run_gets_its_verdict_from_the_loss_task(tmp_path):
     for model in ("teacher", "window_only", "student"):
         save_record(loss_record(model), tmp_path)
     markdown = write_report(tmp_path).markdown.read_text(encoding="utf-8")
-    assert "**The distilled student beats the window-only control.**" in markdown
+    assert "**On held-out loss, the distilled student beats the window-only control.**" in markdown
     assert "lower than that of the window-only control" in markdown
 
 

@@ -10,6 +10,8 @@ from subquad.eval.verdict import judge, judge_records
 from .conftest import make_results
 from .report_records import loss_record, niah_record
 
+SUBJECT = "On held-out loss, the distilled student"
+
 
 def with_differences(start, window, error=0.002):
     values = {"student_start": start, "window_only": window}
@@ -24,12 +26,12 @@ def with_differences(start, window, error=0.002):
 @pytest.mark.parametrize(
     "start, window, headline",
     [
-        (-0.05, -0.03, "On held-out loss, the distilled student beats its own start and the window-only control."),
-        (0.05, 0.03, "On held-out loss, the distilled student does not beat its own start or the window-only control."),
-        (-0.05, 0.03, "On held-out loss, the distilled student beats its own start, but does not beat the window-only control."),
-        (0.05, -0.03, "On held-out loss, the distilled student does not beat its own start, but beats the window-only control."),
-        (-0.05, -0.003, "On held-out loss, the distilled student beats its own start, but ties with the window-only control."),
-        (-0.05, None, "On held-out loss, the distilled student beats its own start."),
+        (-0.05, -0.03, "beats its own start and the window-only control."),
+        (0.05, 0.03, "does not beat its own start or the window-only control."),
+        (-0.05, 0.03, "beats its own start, but does not beat the window-only control."),
+        (0.05, -0.03, "does not beat its own start, but beats the window-only control."),
+        (-0.05, -0.003, "beats its own start, but ties with the window-only control."),
+        (-0.05, None, "beats its own start."),
         (
             None,
             None,
@@ -39,8 +41,8 @@ def with_differences(start, window, error=0.002):
 )
 def test_headline(start, window, headline):
     verdict = with_differences(start, window)
-    assert verdict.headline == headline
-    assert verdict.success == (headline.startswith("On held-out loss, the distilled student beats") and "but" not in headline)
+    assert verdict.headline == (headline if headline.startswith("The") else f"{SUBJECT} {headline}")
+    assert verdict.success == (headline.startswith("beats") and "but" not in headline)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,10 @@ OverridesArgument = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output and nothing else there.")]
 FreshOption = Annotated[bool, typer.Option("--fresh", help="Remove the earlier run in the output folder first.")]
 
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="A converted checkpoint, such as runs/demo/student.")
+]
+
 
 def given_command() -> str:
     """Return the command that was given, without the option that would remove the run it started."""

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from subquad.distill.config import StageConfig
 from subquad.pretrain.mixers import ScratchMixer
-from subquad.recipes.fields import Count, LearningRate, RowLength, Section, Weight, whole_number
+from subquad.recipes.fields import Count, LearningRate, RowLength, RunSection, Section, Seed, Weight, whole_number
 from subquad.recipes.loader import load_content
 from subquad.recipes.schema import parse_section
 from subquad.recipes.sections import DataSection, StageSection, TrainerSection, text_keys
@@ -205,13 +205,11 @@ class PretrainEvalSection(Section):
     position_buckets: tuple[Count, ...] | None = None
 
 
-class PretrainRecipe(Section):
+class PretrainRecipe(RunSection):
     """One training from random weights.
 
     Attributes:
-        name: name of the run; letters, digits, dot, dash and underscore.
         seed: seed of the weights and of the data order.
-        output_dir: folder of the run; None is `runs/<name>`.
         model: the decoder around the mixers.
         mixer: the mixer of every layer; a preset stands for the papers' system (see `scratch_mixer`).
         layers: mixers of single layers, by layer range, as in a conversion.
@@ -223,9 +221,7 @@ class PretrainRecipe(Section):
         eval: what is measured.
     """
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    output_dir: str | None = None
+    seed: Seed = 0
     model: ArchitectureSection = ArchitectureSection()
     mixer: ScratchMixer = Field(default="2mamba", validate_default=True)
     layers: Annotated[dict[str, ScratchMixer], BeforeValidator(text_keys)] = Field(default_factory=dict)
@@ -262,11 +258,6 @@ class PretrainRecipe(Section):
         if problems:
             raise ValueError("; ".join(problems))
         return self
-
-    @property
-    def run_dir(self) -> Path:
-        """Folder of the run."""
-        return Path(self.output_dir) if self.output_dir is not None else Path("runs") / self.name
 
     @property
     def eval_seq_len(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -34,7 +35,28 @@ LearningRate = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+
 class Section(BaseModel):
     """Base of every section: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunSection(Section):
+    """Base of what has a folder of its own.
+
+    Attributes:
+        name: letters, digits, dot, dash and underscore.
+        output_dir: the folder; None is `runs/<name>`.
+    """
+
+    name: RunName
+    output_dir: str | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder."""
+        return Path(self.output_dir) if self.output_dir is not None else Path("runs") / self.name

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from subquad.errors import ConfigError
+from subquad.recipes.fields import RunSection, Section, Seed
 from subquad.recipes.problems import describe_problems
 from subquad.recipes.sections import (
     CalibrateSection,
@@ -15,7 +15,6 @@ from subquad.recipes.sections import (
     DataSection,
     EvalSection,
     ModelSection,
-    Section,
     Stage1Section,
     Stage2Section,
     TrainerSection,
@@ -24,13 +23,11 @@ from subquad.recipes.sections import (
 SectionType = TypeVar("SectionType", bound=Section)
 
 
-class Recipe(Section):
+class Recipe(RunSection):
     """One run, from the teacher's checkpoint to the report.
 
     Attributes:
-        name: name of the run; letters, digits, dot, dash and underscore.
         seed: seed of the data order, of initialisation and of dropout.
-        output_dir: folder of the run; None is `runs/<name>`.
         model: the teacher.
         convert: the mixers.
         calibrate: the closed-form start.
@@ -41,9 +38,7 @@ class Recipe(Section):
         eval: what is measured.
     """
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    output_dir: str | None = None
+    seed: Seed = 0
     model: ModelSection = ModelSection()
     convert: ConvertSection = ConvertSection()
     calibrate: CalibrateSection = CalibrateSection()
@@ -69,11 +64,6 @@ class Recipe(Section):
         if problems:
             raise ValueError("; ".join(problems))
         return self
-
-    @property
-    def run_dir(self) -> Path:
-        """Folder of the run."""
-        return Path(self.output_dir) if self.output_dir is not None else Path("runs") / self.name
 
     @property
     def eval_seq_len(self) -> int:

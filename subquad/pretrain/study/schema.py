@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from subquad.errors import ConfigError
 from subquad.pretrain.model import plan_model
 from subquad.pretrain.schema import PretrainRecipe
-from subquad.recipes.fields import Section
+from subquad.recipes.fields import RunSection, Section, Seed
 from subquad.recipes.loader import load_content
 from subquad.recipes.schema import parse_section
 
@@ -40,12 +40,10 @@ class ArmSection(Section):
     changes: dict[str, Any] = Field(default_factory=dict)
 
 
-class StudyRecipe(Section):
+class StudyRecipe(RunSection):
     """Many trainings from random weights that are compared with each other.
 
     Attributes:
-        name: name of the study; letters, digits, dot, dash and underscore.
-        output_dir: folder of the study; None is `runs/<name>`.
         seeds: every arm is trained once with each.
         reference: the arm that the others are compared with.
         base: a pretraining recipe without `name`, `seed`, `output_dir` and `mixer`.
@@ -54,9 +52,7 @@ class StudyRecipe(Section):
             one group are about equal there.
     """
 
-    name: ArmName
-    output_dir: str | None = None
-    seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**32)], ...], Field(min_length=1)] = (0, 1)
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1)] = (0, 1)
     reference: str
     base: dict[str, Any] = Field(default_factory=dict)
     arms: Annotated[dict[ArmName, ArmSection], Field(min_length=1)]
@@ -78,11 +74,6 @@ class StudyRecipe(Section):
         if problems:
             raise ValueError("; ".join(problems))
         return self
-
-    @property
-    def run_dir(self) -> Path:
-        """Folder of the study."""
-        return Path(self.output_dir) if self.output_dir is not None else Path("runs") / self.name
 
     def label(self, arm: str) -> str:
         """Return what the table calls an arm."""

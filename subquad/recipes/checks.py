@@ -28,8 +28,9 @@ def check_recipe_against(recipe: Recipe, hf_config: PretrainedConfig) -> None:
         hf_config: the teacher's config.
 
     Raises:
-        ConfigError: every problem found: rows beyond the context, layers or heads the model does not have, parts that
-            are not built yet, text files that do not exist, or that serve both training and evaluation.
+        ConfigError: every problem found: rows beyond the context, layers or heads the model does not have,
+            stage 1 for a mixer without parameters, tasks nobody knows, text files that do not exist, or that serve both
+            training and evaluation.
         SourceError: the model is not of a family that can be converted.
     """
     problems = _length_problems(recipe, hf_config.max_position_embeddings)

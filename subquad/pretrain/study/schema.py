@@ -134,7 +134,7 @@ def study_recipes(study: StudyRecipe, arms: Sequence[str]) -> dict[str, list[Pre
         Arm to its recipes in the order of the seeds.
 
     Raises:
-        ConfigError: every problem of every arm: values that break rules, parts that are not built yet.
+        ConfigError: every problem of every arm: values that break rules, parts that do not fit.
     """
     recipes: dict[str, list[PretrainRecipe]] = {}
     problems: dict[str, list[str]] = {}

@@ -144,10 +144,7 @@ class SubquadAttention(nn.Module):
         cache = past_key_values if cache is None else cache
         inputs = self.inputs(hidden_states, position_embeddings, sequence)
         if self.mode in ("teacher", "transfer"):
-            out, weights = self._teacher(inputs, attention_mask, cache, kwargs)
-            if self.mode == "transfer":
-                self.local_loss = local_loss(self, inputs, out)
-            return out, weights
+            return self.teach(inputs, attention_mask, cache, kwargs)
         if cache is not None:
             layer_cache = subquad_cache_layer(cache, self.layer_idx)
             layer_cache.enter(self.mode)
@@ -173,6 +170,25 @@ class SubquadAttention(nn.Module):
         shape = (*hidden_states.shape[:-1], -1, self.geometry.head_dim)
         q, k, v = (project(hidden_states).view(shape) for project in self.projections)
         return HeadInputs(hidden_states, q, k, v, rope, sequence or SequenceInfo())
+
+    def teach(
+        self, inputs: HeadInputs, attention_mask: Tensor | None, cache: Cache | None, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the teacher's output and weights; in the mode `transfer`, record how far the student is from it.
+
+        Args:
+            inputs: all heads of the layer.
+            attention_mask: the model's mask.
+            cache: transformers cache, filled with keys and values.
+            kwargs: passed on to the attention function.
+
+        Returns:
+            As `forward`.
+        """
+        out, weights = self._teacher(inputs, attention_mask, cache, kwargs)
+        if self.mode == "transfer":
+            self.local_loss = local_loss(self, inputs, out)
+        return out, weights
 
     def _teacher(
         self, inputs: HeadInputs, attention_mask: Tensor | None, cache: Cache | None, kwargs: dict[str, Any]

@@ -12,7 +12,6 @@ from transformers.models.bert.modeling_bert import eager_attention_forward
 from subquad.errors import ConfigError
 from subquad.layers.attention import SubquadAttention
 from subquad.layers.sequence import SequenceInfo
-from subquad.layers.transfer import local_loss
 
 
 class SubquadBertAttention(SubquadAttention):
@@ -87,8 +86,5 @@ class SubquadBertAttention(SubquadAttention):
             raise ConfigError("a converted BERT is an encoder: every token sees all others, so there is no cache")
         inputs = self.inputs(hidden_states, None, sequence)
         if self.mode in ("teacher", "transfer"):
-            out, weights = self._teacher(inputs, attention_mask, None, kwargs)
-            if self.mode == "transfer":
-                self.local_loss = local_loss(self, inputs, out)
-            return out, weights
+            return self.teach(inputs, attention_mask, None, kwargs)
         return self.project_out(self.student_heads(inputs)), None

@@ -155,13 +155,23 @@ def plan(recipe: RecipeArgument, overrides: OverridesArgument = None, as_json: J
     from subquad.console import open_console
     from subquad.convert.plan_table import render_plan
     from subquad.recipes.actions import plan_recipe
+    from subquad.recipes.exact_heads import count_exact_heads
     from subquad.recipes.loader import load_recipe
 
-    planned = plan_recipe(load_recipe(recipe, overrides or ()))
+    loaded = load_recipe(recipe, overrides or ())
+    planned = plan_recipe(loaded)
+    budget = loaded.convert.exact_heads
+    chosen = None if budget is None else count_exact_heads(budget, planned)
     if as_json:
-        typer.echo(json.dumps(planned.to_dict(), indent=2))
+        typer.echo(json.dumps({**planned.to_dict(), "exact_heads": chosen}, indent=2))
     else:
         open_console().print(render_plan(planned))
+        if chosen is not None:
+            total = len(planned.mixers) * planned.geometry.num_kv_heads
+            open_console().print(
+                f"{chosen} of the {total} key/value heads will stay softmax; the run chooses which, and its stage "
+                "`plan` shows this table with them."
+            )
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +136,7 @@ def plan_conversion(
     mixer: MixerConfig,
     layers: Mapping[str, MixerConfig] | None = None,
     *,
+    exact_kv_heads: Mapping[int, Sequence[int]] | None = None,
     lengths: tuple[int, ...] | None = None,
     dtype: torch.dtype | None = None,
 ) -> ConversionPlan:
@@ -145,6 +146,8 @@ def plan_conversion(
         hf_config: The teacher's config.
         mixer: The mixer of every layer that `layers` does not name.
         layers: Layer ranges to mixers: `"0-3"`, `"5,7"`, `"0-2,9"`, `"-1"` (the last layer).
+        exact_kv_heads: Layer index to key/value heads that stay softmax, in place of those the mixers name. A layer all
+            of whose heads do is left as it is.
         lengths: Sequence lengths at which to compare the caches; None is 1,024, 4,096, ... and the context length. An
             encoder has no cache to compare.
         dtype: Dtype the model will run in; None takes the config's, or float32.
@@ -168,6 +171,9 @@ def plan_conversion(
     chosen, problems = _assign_mixers(mixer, layers or {}, num_layers)
     for where, candidate in {"mixer": mixer, **(layers or {})}.items():
         problems += [f"{where}: {problem}" for problem in _mixer_problems(candidate, family, geometry, context_length)]
+    for layer_idx, heads in (exact_kv_heads or {}).items():
+        chosen[layer_idx] = _with_exact_heads(chosen[layer_idx], heads, geometry)
+        problems += _mixer_problems(chosen[layer_idx], family, geometry, context_length)
     if problems:
         raise ConfigError("the conversion cannot be done:\n  " + "\n  ".join(problems))
     dtype = dtype or _config_dtype(hf_config)
@@ -181,6 +187,13 @@ def plan_conversion(
         context_length=context_length,
         dtype=dtype,
     )
+
+
+def _with_exact_heads(mixer: MixerConfig, heads: Sequence[int], geometry: LayerGeometry) -> MixerConfig:
+    """Return the mixer with these key/value heads left softmax."""
+    if mixer.score == "softmax" or len(set(heads)) == geometry.num_kv_heads:
+        return PRESETS["softmax"]
+    return mixer.model_copy(update={"exact_kv_heads": tuple(sorted(heads))})
 
 
 def _config_dtype(hf_config: PretrainedConfig) -> torch.dtype:

@@ -49,6 +49,11 @@ def next_token_targets(input_ids: Tensor, position_ids: Tensor | None, labels: T
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
+def next_token_weights(loss_weights: Tensor) -> Tensor:
+    """Return the weights `[B, T]` of what each position predicts, from those of the tokens, as `next_token_targets`."""
+    return F.pad(loss_weights[:, 1:], (0, 1))
+
+
 def distillation_loss(
     student_hidden: Tensor,
     teacher_hidden: Tensor | None,
@@ -57,6 +62,8 @@ def distillation_loss(
     teacher_head: nn.Module | None,
     weights: LossWeights,
     chunk_tokens: int = 512,
+    *,
+    token_weights: Tensor | None = None,
 ) -> Tensor:
     """Return the loss per predicted token, averaged over all of them whatever the batch and length.
 
@@ -75,6 +82,8 @@ def distillation_loss(
         teacher_head: The teacher's head (the same module where the two models share it); None with `teacher_hidden`.
         weights: Weights and temperature.
         chunk_tokens: Tokens whose logits exist at one time.
+        token_weights: Weight `[B, T]` of each position in the sum, at least 0; None is 1. They do not change what the
+            sum is divided by, so that a weight of 10 counts as ten tokens of text.
 
     Returns:
         Scalar float32; 0 if every position is masked.
@@ -83,6 +92,7 @@ def distillation_loss(
     flat_hidden = student_hidden.flatten(0, 1)
     flat_teacher = None if teacher_hidden is None else teacher_hidden.detach().flatten(0, 1)
     flat_targets = targets.flatten()
+    flat_weights = None if token_weights is None else token_weights.float().flatten()
 
     def chunk_loss(hidden: Tensor, start: int) -> Tensor:
         stop = start + len(hidden)
@@ -90,7 +100,8 @@ def distillation_loss(
         if flat_teacher is not None and teacher_head is not None:
             with torch.no_grad():
                 teacher_logits = teacher_head(flat_teacher[start:stop])
-        return token_loss_sum(student_head(hidden), teacher_logits, flat_targets[start:stop], weights)
+        counted = None if flat_weights is None else flat_weights[start:stop]
+        return token_loss_sum(student_head(hidden), teacher_logits, flat_targets[start:stop], weights, counted)
 
     parameters = [parameter for parameter in student_head.parameters() if parameter.requires_grad]
     needs_grad = torch.is_grad_enabled() and (flat_hidden.requires_grad or bool(parameters))
@@ -99,7 +110,11 @@ def distillation_loss(
 
 
 def token_loss_sum(
-    student_logits: Tensor, teacher_logits: Tensor | None, targets: Tensor, weights: LossWeights
+    student_logits: Tensor,
+    teacher_logits: Tensor | None,
+    targets: Tensor,
+    weights: LossWeights,
+    token_weights: Tensor | None = None,
 ) -> Tensor:
     """Return the weighted loss summed over the tokens that count, computed in float32.
 
@@ -108,21 +123,25 @@ def token_loss_sum(
         teacher_logits: `[N, vocab]`, or None for no divergence.
         targets: `[N]`, -100 at positions that count for nothing.
         weights: Weights and temperature.
+        token_weights: `[N]` float32, weight of each position; None is 1.
 
     Returns:
         Scalar float32.
     """
     counts = targets != IGNORED_LABEL
-    total = torch.zeros((), dtype=torch.float32, device=student_logits.device)
+    losses = torch.zeros(len(targets), dtype=torch.float32, device=student_logits.device)
     if teacher_logits is not None and weights.kl:
         student_log = F.log_softmax(student_logits.float() / weights.temperature, dim=-1)
         teacher_log = F.log_softmax(teacher_logits.float() / weights.temperature, dim=-1)
         divergence = F.kl_div(student_log, teacher_log, reduction="none", log_target=True).sum(dim=-1)
-        total = total + weights.kl * weights.temperature**2 * torch.where(counts, divergence, 0.0).sum()
+        losses = losses + weights.kl * weights.temperature**2 * divergence
     if weights.ce:
-        cross_entropy = F.cross_entropy(student_logits.float(), targets, ignore_index=IGNORED_LABEL, reduction="sum")
-        total = total + weights.ce * cross_entropy
-    return total
+        losses = losses + weights.ce * F.cross_entropy(
+            student_logits.float(), targets, ignore_index=IGNORED_LABEL, reduction="none"
+        )
+    if token_weights is not None:
+        losses = losses * token_weights
+    return torch.where(counts, losses, 0.0).sum()
 
 
 class _SumOfChunks(torch.autograd.Function):

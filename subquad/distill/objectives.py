@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from subquad.convert.adapters import adapters_disabled
-from subquad.distill.losses import LossWeights, distillation_loss, next_token_targets
+from subquad.distill.losses import LossWeights, distillation_loss, next_token_targets, next_token_weights
 from subquad.layers import attention_mode, collect_local_losses
 
 
@@ -84,7 +84,11 @@ class LogitObjective(Objective):
         self.chunk_tokens = chunk_tokens
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, labels: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_weights: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the loss per predicted token.
 
@@ -92,6 +96,7 @@ class LogitObjective(Objective):
             input_ids: Token ids `[B, T]`.
             position_ids: Positions `[B, T]` that restart at each document, or None.
             labels: Labels `[B, T]`, not shifted, -100 is ignored; None takes them from the other two.
+            loss_weights: Weights `[B, T]` of the labels; None is 1.
 
         Returns:
             `loss`: scalar float32 in nats.
@@ -109,6 +114,7 @@ class LogitObjective(Objective):
             teacher.get_output_embeddings(),
             self.weights,
             self.chunk_tokens,
+            token_weights=None if loss_weights is None else next_token_weights(loss_weights),
         )
         return {"loss": loss}
 

@@ -40,6 +40,8 @@ class SubquadAttention(nn.Module):
         geometry: sizes of the whole layer.
         split: which heads are exact and which are converted.
         mode: see above; set by `attention_mode`.
+        softmax_share: `[num_kv_heads]`, how much of each head's output its own softmax gives, the mixer the rest; None,
+            as everywhere but in the choice of exact heads (`distill/heads.py`), is the mixer alone.
         local_loss: scalar of the last `transfer` forward, None otherwise.
         teacher_attributes: names of what a converted layer takes over from the layer it replaces.
         eager_attention: the family's attention function where the config asks for none of the others.
@@ -85,6 +87,7 @@ class SubquadAttention(nn.Module):
         self.split, mixed = self.geometry.split(mixer_config.exact_kv_heads)
         self.mixer = Mixer(mixer_config, mixed, self.config.max_position_embeddings) if mixed.num_kv_heads else None
         self.mode = "student"
+        self.softmax_share: Tensor | None = None
         self.local_loss: Tensor | None = None
 
     @property
@@ -216,12 +219,18 @@ class SubquadAttention(nn.Module):
         if self.mixer is None:
             return self.exact_heads(inputs)
         if not self.split.exact:
-            return self.mixer.finish(self.mixer.parts(inputs, window_only=window_only)).to(inputs.v.dtype)
+            out = self.mixer.finish(self.mixer.parts(inputs, window_only=window_only)).to(inputs.v.dtype)
+            return out if self.softmax_share is None else self._blend(out, inputs, self.softmax_share)
         exact = self.exact_heads(inputs.select(self.split, self.split.exact))
         mixed = self.mixer.parts(inputs.select(self.split, self.split.mixed), window_only=window_only)
         out = torch.cat([exact, self.mixer.finish(mixed).to(exact.dtype)], dim=2)
         order = self.split.query_heads(self.split.exact) + self.split.query_heads(self.split.mixed)
         return out[:, :, torch.tensor(order, device=out.device).argsort()]
+
+    def _blend(self, out: Tensor, inputs: HeadInputs, softmax_share: Tensor) -> Tensor:
+        """Mix the heads' softmax into the mixer's output."""
+        share = softmax_share.repeat_interleave(self.split.group_size)[:, None].to(out.dtype)
+        return torch.lerp(out, self.exact_heads(inputs), share)
 
     def exact_heads(self, inputs: HeadInputs) -> Tensor:
         """Attend with softmax over all tokens.

@@ -7,10 +7,11 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from subquad.convert.plan import plan_conversion
+from subquad.convert.plan import ConversionPlan, plan_conversion
 from subquad.errors import ConfigError
+from subquad.recipes.exact_heads import count_exact_heads
 from subquad.recipes.schema import Recipe
-from subquad.recipes.sections import TextFiles
+from subquad.recipes.sections import ExactHeadsSection, TextFiles
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -42,6 +43,8 @@ def check_recipe_against(recipe: Recipe, hf_config: PretrainedConfig) -> None:
     except ConfigError as error:
         problems.append(f"convert: {error}")
     else:
+        if recipe.convert.exact_heads is not None:
+            problems += _budget_problems(recipe.convert.exact_heads, plan)
         if not plan.mixers:
             problems.append("convert: every layer stays softmax, so there is nothing to distil; choose another mixer")
         elif recipe.stage1.tokens and not plan.added_parameters:
@@ -62,6 +65,14 @@ def _length_problems(recipe: Recipe, context_length: int) -> list[str]:
         for name, seq_len in lengths.items()
         if seq_len > context_length
     ]
+
+
+def _budget_problems(section: ExactHeadsSection, plan: ConversionPlan) -> list[str]:
+    try:
+        count_exact_heads(section, plan)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def _missing_files(recipe: Recipe) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from subquad.convert.modelcard import ModelCard
-from subquad.convert.plan import ConversionPlan
+from subquad.convert.plan import ConversionPlan, mixer_label
 from subquad.eval.generate import generate_sample
 from subquad.eval.loss import POSITION_BUCKETS, LossResult, Row, evaluate_loss
 from subquad.eval.modes import EvalMode
@@ -65,10 +65,14 @@ def write_sample(shop: Workshop, model: PreTrainedModel, name: LossName, mode: E
 
 
 def mixer_counts(plan: ConversionPlan) -> dict[str, int]:
-    """Return how many layers each mixer has, by its label."""
+    """Return how many layers each mixer has, by its label; which heads of a layer stay softmax makes no difference."""
     counts: dict[str, int] = {}
     for layer in plan.layers:
-        counts[layer.label] = counts.get(layer.label, 0) + 1
+        exact = len(layer.mixer.exact_kv_heads)
+        label = mixer_label(layer.mixer.model_copy(update={"exact_kv_heads": ()}))
+        if exact:
+            label += f" beside {exact} softmax key/value head{'s' if exact > 1 else ''}"
+        counts[label] = counts.get(label, 0) + 1
     return counts
 
 

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError, model_validator
 
+from subquad.distill.recall import SHORTEST_ROW
 from subquad.errors import ConfigError
 from subquad.recipes.fields import RunSection, Section, Seed
 from subquad.recipes.problems import describe_problems
@@ -56,11 +57,20 @@ class Recipe(RunSection):
             "stage2.tokens": (self.stage2.tokens, self.data.seq_len),
             "eval.tokens": (self.eval.tokens, self.eval_seq_len),
         }
+        choice = self.convert.exact_heads
+        if choice is not None:
+            amounts["convert.exact_heads.tokens"] = (choice.tokens, self.data.seq_len)
+            amounts["convert.exact_heads.recall_tokens"] = (choice.recall_tokens, self.data.seq_len)
         problems = [
             f"{name} is {tokens}, less than one row of {seq_len} tokens; raise it or lower seq_len"
             for name, (tokens, seq_len) in amounts.items()
             if 0 < tokens < seq_len
         ]
+        if choice is not None and choice.recall_tokens and self.data.seq_len < SHORTEST_ROW:
+            problems.append(
+                f"data.seq_len {self.data.seq_len} is too short for the recall rows of convert.exact_heads, which need "
+                f"{SHORTEST_ROW} tokens; raise it, or set convert.exact_heads.recall_tokens=0"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from subquad.distill.config import Stage1Config, Stage2Config, StageConfig
+from subquad.distill.recall import RECALL_KINDS, SHORTEST_ROW, RecallConfig, RecallKind
 from subquad.errors import ConfigError
 from subquad.layers.config import MixerConfig
 from subquad.layers.presets import resolve_mixer
@@ -60,6 +61,36 @@ def text_keys(value: object) -> object:
 Mixer = Annotated[MixerConfig, BeforeValidator(resolve_section_mixer)]
 
 
+class ExactHeadsSection(Section):
+    """Key/value heads that stay softmax, chosen by what their conversion costs text and recall.
+
+    Attributes:
+        count: how many heads; this, `share` or `cache_mib`.
+        share: their share of all converted key/value heads, rounded to whole heads, at least one.
+        cache_mib: as many as keep one sequence's cache, after `at_length` tokens, within this many MiB.
+        at_length: see `cache_mib`.
+        recall_weight: how much the loss of recalled answers counts beside that of text, both as shares of what
+            converting every head costs.
+        tokens: tokens of training text that the choice reads, over and over.
+        recall_tokens: tokens of recall rows that it reads; 0 chooses by text alone.
+    """
+
+    count: Count | None = None
+    share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    cache_mib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    at_length: Count = 4096
+    recall_weight: Weight = 1.0
+    tokens: Count = 2048
+    recall_tokens: CountOrZero = 2048
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> ExactHeadsSection:
+        given = [name for name in ("count", "share", "cache_mib") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give one of count, share and cache_mib (got {', '.join(given) or 'none'})")
+        return self
+
+
 class ConvertSection(Section):
     """What each attention layer becomes.
 
@@ -67,10 +98,22 @@ class ConvertSection(Section):
         mixer: a preset's name, or its parts (`{preset: taylor, order: 1}`).
         layers: mixers of single layers, by layer range (`{"0-3": softmax, "5,7": {preset: taylor, order: 1}}`; `-1` is
             the last layer).
+        exact_heads: key/value heads that stay softmax, chosen by the run; None is those the mixers name.
     """
 
     mixer: Mixer = Field(default="2mamba", validate_default=True)
     layers: Annotated[dict[str, Mixer], BeforeValidator(text_keys)] = Field(default_factory=dict)
+    exact_heads: ExactHeadsSection | None = None
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> ConvertSection:
+        named = [mixer.exact_kv_heads for mixer in (self.mixer, *self.layers.values()) if mixer.exact_kv_heads]
+        if self.exact_heads is not None and named:
+            raise ValueError(
+                f"exact_heads chooses the heads that stay softmax, but a mixer names exact_kv_heads {list(named[0])} "
+                "already; remove one of the two"
+            )
+        return self
 
 
 class CalibrateSection(Section):
@@ -162,6 +205,21 @@ def embedded_part(part: Part) -> BeforeValidator:
 TextSource = Annotated[EmbeddedText | TextFiles | HubText, Field(discriminator="kind")]
 
 
+class RecallRowsSection(Section):
+    """Training rows in which something said far back has to be repeated, written over a part of the text.
+
+    Attributes:
+        share: share of the rows of both stages that get it.
+        kinds: `facts` (codes that are stated and asked for later), `lookup` (a list of names with values, some asked
+            for later), `repeat` (a span that comes again).
+        answer_weight: how many tokens of text a token of an answer counts for in the loss of stage 2.
+    """
+
+    share: Annotated[float, Field(gt=0, le=1)] = 0.25
+    kinds: Annotated[tuple[RecallKind, ...], Field(min_length=1)] = RECALL_KINDS
+    answer_weight: Weight = RecallConfig.answer_weight
+
+
 class DataSection(Section):
     """Text to train and to measure on.
 
@@ -169,11 +227,22 @@ class DataSection(Section):
         train: training text.
         eval: held-out text.
         seq_len: tokens per row; documents are packed into rows and do not see each other.
+        recall: rows that ask for recall among the training rows; None leaves the text as it is.
     """
 
     train: Annotated[TextSource, embedded_part("train")] = EmbeddedText(part="train")
     eval: Annotated[TextSource, embedded_part("eval")] = EmbeddedText(part="eval")
     seq_len: RowLength = 512
+    recall: RecallRowsSection | None = None
+
+    @model_validator(mode="after")
+    def _check_recall(self) -> DataSection:
+        if self.recall is not None and self.seq_len < SHORTEST_ROW:
+            raise ValueError(
+                f"seq_len {self.seq_len} is too short for recall, which needs rows of {SHORTEST_ROW} tokens; raise "
+                "seq_len or leave recall out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_overlap(self) -> DataSection:

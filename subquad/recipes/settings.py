@@ -8,8 +8,9 @@ import torch
 from transformers import PretrainedConfig
 
 from subquad.distill import Stage1Config, Stage2Config, TextSource
+from subquad.distill.recall import RecallConfig
 from subquad.recipes.schema import Recipe
-from subquad.recipes.sections import EmbeddedText, HubText, TextFiles
+from subquad.recipes.sections import EmbeddedText, HubText, RecallRowsSection, TextFiles
 
 _RENAMED = {"r": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_targets"}
 
@@ -17,6 +18,11 @@ _RENAMED = {"r": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout", 
 def text_source(section: EmbeddedText | TextFiles | HubText) -> TextSource:
     """Return the text source that a section under `data` describes."""
     return TextSource(**section.model_dump())
+
+
+def recall_config(section: RecallRowsSection) -> RecallConfig:
+    """Return the settings of the recall rows under `data.recall`."""
+    return RecallConfig(**section.model_dump())
 
 
 def stage1_config(recipe: Recipe) -> Stage1Config:

@@ -21,6 +21,7 @@ from subquad.eval.report import write_report
 from subquad.eval.results import LOSS_LABELS, LossName, Results, Sample, TokenCounts, summarise_losses
 from subquad.eval.storage import collect_versions, device_name, git_commit, load_results, save_results
 from subquad.recipes.contestants import load_contestants
+from subquad.recipes.exact_heads import choose_heads
 from subquad.recipes.measure import (
     measure_loss,
     mixer_counts,
@@ -49,9 +50,15 @@ class Outcome:
 
 
 def plan_layers(shop: Workshop) -> Outcome:
-    """Print what every layer becomes."""
-    shop.console.print(render_plan(shop.plan))
-    return Outcome(shop.plan.to_dict())
+    """Print what every layer becomes; where the recipe asks for it, choose the heads that stay softmax first."""
+    if shop.recipe.convert.exact_heads is None:
+        shop.console.print(render_plan(shop.base_plan))
+        return Outcome(shop.base_plan.to_dict())
+    ranking = choose_heads(shop)
+    exact = ranking.exact_kv_heads()
+    plan = shop.plan_with(exact)
+    shop.console.print(render_plan(plan))
+    return Outcome({**plan.to_dict(), "exact_heads": {"exact_kv_heads": exact, **dataclasses.asdict(ranking)}})
 
 
 def convert_layers(shop: Workshop) -> Outcome:
@@ -176,7 +183,7 @@ STEPS: dict[str, Callable[[Workshop], Outcome]] = {
     "report": report_run,
 }
 # measured and written by the main process alone
-MAIN_PROCESS_STEPS = ("baseline", "export", "evaluate", "suite", "report")
+MAIN_PROCESS_STEPS = ("plan", "baseline", "export", "evaluate", "suite", "report")
 
 
 def bare_card(shop: Workshop) -> ModelCard:

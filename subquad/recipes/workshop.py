@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from subquad.convert.plan import ConversionPlan, plan_conversion
 from subquad.convert.source import SourceInfo, Teacher, inspect_source, load_teacher
 from subquad.convert.surgery import apply_plan
 from subquad.distill import StageResult, build_token_dataset, run_stage1, run_stage2
+from subquad.distill.recall import add_recall
 from subquad.errors import DataError, OutputError
 from subquad.eval.loss import Row
 from subquad.models import SubquadLlamaForCausalLM
@@ -25,11 +27,11 @@ from subquad.recipes.checkpoint import load_checkpoint
 from subquad.recipes.run_folder import RunFolder
 from subquad.recipes.schema import Recipe
 from subquad.recipes.sections import EmbeddedText, HubText, TextFiles
-from subquad.recipes.settings import stage1_config, stage2_config, text_source, weights_dtype
+from subquad.recipes.settings import recall_config, stage1_config, stage2_config, text_source, weights_dtype
 
 _MIXER_MARK = ".mixer."
 # stages draw their rows with seeds of their own, so that stage 2 does not repeat the rows of stage 1
-_ROW_SEEDS = {"calibrate": 0, "stage1": 1, "stage2": 2, "eval": 3}
+_ROW_SEEDS = {"calibrate": 0, "stage1": 1, "stage2": 2, "eval": 3, "heads": 4}
 
 
 class Workshop:
@@ -70,9 +72,23 @@ class Workshop:
 
     @cached_property
     def plan(self) -> ConversionPlan:
-        """What every layer becomes."""
+        """What every layer becomes; where the run chooses exact heads, the stage `plan` must have chosen them."""
+        if self.recipe.convert.exact_heads is None:
+            return self.base_plan
+        chosen = self.folder.result("plan")["exact_heads"]["exact_kv_heads"]
+        return self.plan_with({int(layer): tuple(heads) for layer, heads in chosen.items()})
+
+    @cached_property
+    def base_plan(self) -> ConversionPlan:
+        """What every layer becomes, without the heads that the run chooses to keep."""
+        return self.plan_with({})
+
+    def plan_with(self, exact_kv_heads: Mapping[int, Sequence[int]]) -> ConversionPlan:
+        """Return what every layer becomes where these key/value heads, by layer, stay softmax."""
         convert = self.recipe.convert
-        return plan_conversion(self.info.hf_config, convert.mixer, convert.layers, dtype=self.dtype)
+        return plan_conversion(
+            self.info.hf_config, convert.mixer, convert.layers, exact_kv_heads=exact_kv_heads, dtype=self.dtype
+        )
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -82,7 +98,7 @@ class Workshop:
     @property
     def has_control(self) -> bool:
         """Whether there is a window-only control: every converted layer has a window."""
-        return all(mixer.window for mixer in self.plan.mixers.values())
+        return all(mixer.window for mixer in self.base_plan.mixers.values())
 
     def load_teacher(self) -> Teacher:
         """Load the teacher anew, on this process's device."""
@@ -159,9 +175,13 @@ class Workshop:
             tokens: how many tokens it takes.
 
         Returns:
-            Rows of `data.seq_len` tokens, the same at every call.
+            Rows of `data.seq_len` tokens, the same at every call; with recall in those of the training stages.
         """
-        return self._rows(self.recipe.data.train, self.recipe.data.seq_len, stage, tokens)
+        data = self.recipe.data
+        rows = self._rows(data.train, data.seq_len, stage, tokens)
+        if data.recall is None or stage not in ("stage1", "stage2"):
+            return rows
+        return add_recall(rows, self.tokenizer, recall_config(data.recall), self._seed(stage))
 
     @cached_property
     def held_out_rows(self) -> list[Row]:
@@ -172,8 +192,10 @@ class Workshop:
     def _rows(
         self, section: EmbeddedText | TextFiles | HubText, seq_len: int, stage: str, tokens: int
     ) -> Dataset | IterableDataset:
-        seed = self.recipe.seed + _ROW_SEEDS[stage]
-        return build_token_dataset(text_source(section), self.tokenizer, seq_len, seed, tokens)
+        return build_token_dataset(text_source(section), self.tokenizer, seq_len, self._seed(stage), tokens)
+
+    def _seed(self, stage: str) -> int:
+        return self.recipe.seed + _ROW_SEEDS[stage]
 
     def _load_mixers(self, model: PreTrainedModel) -> None:
         try:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from subquad.distill.losses import LossWeights, distillation_loss, next_token_targets
+from subquad.distill.losses import LossWeights, distillation_loss, next_token_targets, next_token_weights
 
 BATCH, SEQ_LEN, HIDDEN, VOCAB = 2, 13, 6, 31
 
@@ -53,6 +53,31 @@ def test_value_and_gradients(chunk_tokens, weights):
     for grad, reference in zip(grads, expected_grads, strict=True):
         error = (grad / 3 - reference).norm() / reference.norm()
         assert error < 1e-5
+
+
+@pytest.mark.parametrize("weights", [LossWeights(), LossWeights(kl=0.5, ce=1.0)])
+def test_token_weights_count_tokens_several_times(weights):
+    student, teacher, targets = make_inputs()
+    head = make_head()
+    counts = targets != -100
+    token_weights = torch.arange(targets.numel(), dtype=torch.float32).reshape(targets.shape) / 7
+
+    def one(position):
+        only = torch.full_like(targets, -100)
+        only[position] = targets[position]
+        return plain_loss(student, teacher, only, head, head, weights)
+
+    terms = [token_weights[tuple(at)] * one(tuple(at)) for at in counts.nonzero().tolist()]
+    expected = sum(terms) / counts.sum()
+    loss = distillation_loss(student, teacher, targets, head, head, weights, 5, token_weights=token_weights)
+    torch.testing.assert_close(loss, expected)
+    grads = [torch.autograd.grad(x, student, retain_graph=True)[0] for x in (loss, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-7)
+
+
+def test_weights_are_of_the_token_that_is_predicted():
+    weights = torch.tensor([[1.0, 2.0, 3.0]])
+    assert next_token_weights(weights).tolist() == [[2.0, 3.0, 0.0]]
 
 
 def test_frozen_head_and_no_grad():

@@ -13,7 +13,7 @@ from subquad.corpus import embedded_corpus, held_out_year
 from subquad.errors import DataError
 from subquad.eval.niah.settings import NiahSettings
 from subquad.eval.niah.texts import FILLER_SENTENCES
-from subquad.eval.niah.tokens import PieceEncoder
+from subquad.pieces import PieceEncoder
 
 # Three letters before the stop: "Mr." and initials end no sentence.
 _SENTENCE_END = re.compile(r"(?<=\w\w\w[.!?])\s+")

@@ -20,8 +20,8 @@ from subquad.eval.niah.texts import (
     needle_template,
     question_text,
 )
-from subquad.eval.niah.tokens import PieceEncoder
 from subquad.eval.records import hash_prompts
+from subquad.pieces import PieceEncoder
 
 # Prose may hold a drawn key by chance; a text that holds hundreds of them in a row holds nearly all.
 _MOST_DRAWS = 500

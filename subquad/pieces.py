@@ -1,4 +1,4 @@
-"""Tokenising pieces of a prompt so that they can be joined into a prompt of an exact number of tokens."""
+"""Tokenising pieces of text so that they can be joined into a prompt or a row of an exact number of tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class PieceEncoder:
         for first in range(len(full) - len(plain) + 1):
             if full[first : first + len(plain)] == plain:
                 return full[:first] + plain
-        raise DataError(f"the tokenizer changes {text!r} when it adds special tokens; needles cannot be placed with it")
+        raise DataError(
+            f"the tokenizer changes {text!r} when it adds special tokens; pieces of text cannot be joined with it"
+        )
 
     def after(self, before: str, text: str) -> list[int]:
         """Tokenise a text that follows another.

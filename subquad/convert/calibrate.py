@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from subquad.errors import ConfigError
 from subquad.layers import SubquadAttention, attention_mode, converted_layers
 from subquad.layers.inputs import HeadInputs
-from subquad.layers.mixer import Mixer
+from subquad.layers.mixer import Mixer, MixerParts
 
 TEMPERATURES = (0.02, 0.06, 0.2, 0.6)
 TIMESCALES = (128.0, 512.0, 2048.0, float("inf"))
@@ -95,10 +95,11 @@ class _LayerSearch:
         assert layer.mixer is not None
         self.layer, self.mixer, self.axis = layer, layer.mixer, axis
         self.heads = self.mixer.geometry.num_heads
-        num_mixes = 1 if self.mixer.log_mix is None else len(LOG_MIXES)
+        num_mixes = 1 if self.mixer.far_weight is None else len(LOG_MIXES)
         num_values = 1 if axis is None else len(axis.values)
         self.error = torch.zeros(num_values, num_mixes, self.heads)
         self.start_error, self.power = torch.zeros(self.heads), torch.zeros(self.heads)
+        self.logs, self.far_tokens = torch.zeros(num_values, 3, self.heads), 0
 
     @torch.no_grad()
     def add(self, inputs: HeadInputs) -> None:
@@ -113,11 +114,23 @@ class _LayerSearch:
                 count = mixer.geometry.num_kv_heads if self.axis.per_kv_head else self.heads
                 self.axis.write(mixer, torch.full((count,), self.axis.values[index]))
             parts = mixer.parts(inputs)
+            self._add_logs(index, parts, real)
             for m in range(self.error.shape[1]):
-                if mixer.log_mix is not None:
-                    mixer.log_mix.fill_(LOG_MIXES[m])
+                if mixer.far_weight is not None:
+                    mixer.far_weight.log_mix.fill_(LOG_MIXES[m])
                 self.error[index, m] += _per_head(mixer.finish(parts) - target, real)
         mixer.load_state_dict(saved)
+
+    def _add_logs(self, index: int, parts: MixerParts, real: Tensor) -> None:
+        """Sum up what the far part's weight follows, over the tokens that have a far part."""
+        weight = self.mixer.far_weight
+        if weight is None or weight.means is None or parts.near is None or parts.far_inputs is None:
+            return
+        far = real & (parts.far_inputs.tokens >= 1)
+        logs = weight.logs(parts.near, parts.mass, parts.far_inputs)
+        self.logs[index] += (logs * far[..., None]).sum((1, 2)).cpu()
+        if index == 0:
+            self.far_tokens += int(far.sum())
 
     @torch.no_grad()
     def choose(self) -> tuple[float, float]:
@@ -134,8 +147,10 @@ class _LayerSearch:
             if self.axis is not None:
                 self.axis.write(mixer, torch.tensor(self.axis.values)[value])
         heads = torch.arange(self.heads)
-        if mixer.log_mix is not None:
-            mixer.log_mix.copy_(torch.tensor(LOG_MIXES)[log_mix[value, heads]])
+        if mixer.far_weight is not None:
+            mixer.far_weight.log_mix.copy_(torch.tensor(LOG_MIXES)[log_mix[value, heads]])
+            if mixer.far_weight.means is not None:
+                mixer.far_weight.means.copy_(self.logs[value, :, heads].T / max(self.far_tokens, 1))
         return (self.start_error / self.power).mean().item(), best[value, heads].mean().item()
 
 

@@ -17,6 +17,8 @@ from subquad.distill.training import StageJob, StageResult, recomputation, run_j
 from subquad.errors import ConfigError
 
 MIXER_MARK = ".self_attn.mixer."
+# what a layer computes from its whole input takes small steps: hundreds of weights move it together
+_FROM_INPUT = r"\.mixer\.(decay\.|far_weight\.input_weight$)"
 
 
 def run_stage1(
@@ -51,7 +53,7 @@ def run_stage1(
         raise ConfigError("the model has no converted layer with parameters, so stage 1 has nothing to train; skip it")
     rules = (
         GroupRule(name="maps", pattern=r"\.mixer\..*_map$", learning_rate=config.map_learning_rate),
-        GroupRule(name="decay", pattern=r"\.mixer\.decay\.", learning_rate=config.decay_learning_rate),
+        GroupRule(name="decay", pattern=_FROM_INPUT, learning_rate=config.decay_learning_rate),
         GroupRule(name="other", pattern=r"\.mixer\.", learning_rate=config.learning_rate),
     )
     return run_job(

@@ -53,6 +53,9 @@ class MixerConfig(BaseModel):
         sinks: number of first tokens of a document scored exactly and never decayed.
         mix_reference: unit of the far part's weight. `near`: far weights are multiples of the window's own mass
             (robust where logits are large); `absolute`: the score as it is.
+        mix_by_mass: the far part's weight also follows, by learned per-head exponents, the window's mass, the far
+            part's own and the number of tokens in it: `far_weight.py`.
+        mix_by_input: it also follows the layer's input, by a learned map that is 0 at the start.
         precision: of the far part's matrix products on a GPU, see `subquad.kernels.poly_attention`; `high` where
             queries are nearly orthogonal to what their keys have in common.
         exact_kv_heads: key/value heads of this layer that stay exact softmax over all tokens.
@@ -86,6 +89,8 @@ class MixerConfig(BaseModel):
     window: Annotated[int, Field(ge=0)] = 0
     sinks: Annotated[int, Field(ge=0)] = 0
     mix_reference: Literal["near", "absolute"] = "near"
+    mix_by_mass: bool = False
+    mix_by_input: bool = False
     precision: Literal["default", "high"] = "default"
     exact_kv_heads: tuple[Annotated[int, Field(ge=0)], ...] = ()
     causal: bool = True
@@ -124,8 +129,7 @@ class MixerConfig(BaseModel):
             )
         if self.normaliser == "gated_rms" and self.output_gate == "none":
             problems.append("normaliser: gated_rms is an RMS norm of the gated output; it needs an output_gate")
-        if self.window:
-            problems += self._impossible_with_window()
+        problems += self._impossible_with_window() if self.window else self._impossible_without_window()
         if self.score == "exp":
             problems += self._impossible_with_exp()
         if self.score == "softmax":
@@ -142,7 +146,16 @@ class MixerConfig(BaseModel):
             problems.append("normaliser: count counts every visible token; it needs window: 0")
         if self.skip:
             problems.append("skip: true adds the token itself, which a window has already; it needs window: 0")
+        if self.mix_by_mass and not self.normalised:
+            problems.append(
+                f"mix_by_mass: true follows the far part's sum of weights, which normaliser: {self.normaliser} does "
+                "not keep; use normaliser: sum, or mix_by_input"
+            )
         return problems
+
+    def _impossible_without_window(self) -> list[str]:
+        named = [name for name in ("mix_by_mass", "mix_by_input") if getattr(self, name)]
+        return [f"{name}: true weighs the far part against a window; it needs window > 0" for name in named]
 
     def _impossible_with_exp(self) -> list[str]:
         problems = []

@@ -12,6 +12,7 @@ from subquad.layers.cache import far_stream_differs
 from subquad.layers.config import MixerConfig
 from subquad.layers.conv import CausalConv
 from subquad.layers.decay import DECAYS, Decay, Mamba2Decay
+from subquad.layers.far_weight import SMALLEST_MASS, FarInputs, FarWeight
 from subquad.layers.gates import OutputGate, TokenShift
 from subquad.layers.geometry import LayerGeometry
 from subquad.layers.inputs import Buffers, HeadInputs
@@ -30,10 +31,6 @@ from subquad.layers.value_step import PositionValueStep, SoftplusValueStep
 DEFAULT_SHORTEST_TIMESCALE = 64.0
 # An exp score starts as its teacher: after this many contexts a token still counts e^-1.
 EXP_TIMESCALE_CONTEXTS = 16.0
-# Sums of squared scores over hundreds of keys reach 1e4: e^-14 keeps a fresh far part at a hundredth of the window.
-START_LOG_MIX = -14.0
-# An output that an RMS norm has given unit size needs less.
-START_LOG_MIX_UNSHARED = -6.0
 # Scores of odd degree can be negative, and so can their sum: below this the shared normaliser is not trusted.
 MIN_SHARED_NORMALISER = 0.1
 _NORMS_OVER_HEADS = ("rms", "gated_rms")
@@ -50,6 +47,7 @@ class MixerParts(NamedTuple):
         near: the window; None for the pure mixer.
         skip: `[B, T, num_heads, head_dim]`, what the skip connection adds, or None.
         gate: `[B, T, num_heads, head_dim]`, factors on the output, or None.
+        far_inputs: what the far part's weight may follow; None without a window.
     """
 
     far: Tensor | None
@@ -57,6 +55,7 @@ class MixerParts(NamedTuple):
     near: WindowOutput | None
     skip: Tensor | None = None
     gate: Tensor | None = None
+    far_inputs: FarInputs | None = None
 
 
 class _Far(NamedTuple):
@@ -81,7 +80,7 @@ class Mixer(nn.Module):
         qk_norm: RMS norm of q and k, or None.
         decay: per-token decay, or None.
         value_step: factor on v, or None (with `decay: mamba2` the softplus step is the decay's).
-        log_mix: `[num_heads]` float32, log weight of the far part against the window; None without a window.
+        far_weight: how much the far part counts beside the window; None without a window.
         norm_weight: `[num_heads * head_dim]` float32 of the output's norm, or None.
         norm_bias: the same of a layer norm, or None.
         skip: `[num_heads]` float32, D of Mamba-2 [D]: `y_t <- y_t + D v_t` (v before its step), 0 at the start, since
@@ -118,7 +117,7 @@ class Mixer(nn.Module):
         own_step = config.value_step == "softplus" and config.decay != "mamba2"
         self.value_step = SoftplusValueStep(hidden, kv_heads) if own_step else None
         self.position_step = PositionValueStep(kv_heads) if config.value_step == "position" else None
-        self.log_mix = nn.Parameter(torch.zeros(heads)) if config.window else None
+        self.far_weight = FarWeight(config, geometry) if config.window else None
         normed = config.normaliser in (*_NORMS_OVER_HEADS, *_HEAD_NORMS)
         self.norm_weight = nn.Parameter(torch.ones(heads * dim)) if normed else None
         self.norm_bias = nn.Parameter(torch.zeros(heads * dim)) if config.normaliser == "head_layer" else None
@@ -127,10 +126,8 @@ class Mixer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start the far part small against the window, so that a fresh conversion is close to the window alone."""
+        """Set the start of the parts that are no modules of their own."""
         with torch.no_grad():
-            if self.log_mix is not None:
-                self.log_mix.fill_(START_LOG_MIX if self.config.normalised else START_LOG_MIX_UNSHARED)
             if self.norm_weight is not None:
                 self.norm_weight.fill_(1.0)
             for parameter in (self.norm_bias, self.skip):
@@ -174,7 +171,8 @@ class Mixer(nn.Module):
             return MixerParts(None, None, near, gate=gate)
         far = self._far_inputs(inputs, rank, rotated)
         out, mass = self._attend(far.q, stream.delay(far.k, far.v, far.log_decay, shared), buffers)
-        return MixerParts(out, mass, near, gate=gate)
+        tokens = rank - config.window - config.sinks
+        return MixerParts(out, mass, near, gate=gate, far_inputs=FarInputs(inputs.hidden_states, tokens))
 
     def _visible_tokens(self, inputs: HeadInputs) -> Tensor:
         """Count the real tokens that each position sees, `[B, T]`."""
@@ -336,25 +334,31 @@ class Mixer(nn.Module):
         assert near is not None, "there is a window"
         if out is None:
             return near.out
-        assert self.log_mix is not None, "a mixer with a window weighs its far part"
         if not self.config.normalised:
-            return near.out + self.log_mix.exp()[:, None].to(out.dtype) * out
-        near_mass, far_unit = self._units(near)
+            return near.out + self._log_weight(parts).exp()[..., None].to(out.dtype) * out
+        near_mass, far_unit = self._units(parts)
         assert parts.mass is not None, "a shared normaliser needs the far part's mass"
         total = (near_mass + far_unit * parts.mass).clamp_min(MIN_SHARED_NORMALISER)
         joined = near_mass[..., None] * near.out + far_unit[..., None] * out
         return (joined / total[..., None]).to(near.out.dtype)
 
-    def _units(self, near: WindowOutput) -> tuple[Tensor, Tensor]:
+    def _log_weight(self, parts: MixerParts) -> Tensor:
+        """Return the log weight of a unit of the far part, `[B, T, num_heads]`."""
+        assert self.far_weight is not None, "a mixer with a window weighs its far part"
+        assert parts.near is not None, "there is a window"
+        assert parts.far_inputs is not None, "there is a far part"
+        return self.far_weight(parts.near, parts.mass if self.config.normalised else None, parts.far_inputs)
+
+    def _units(self, parts: MixerParts) -> tuple[Tensor, Tensor]:
         """Return the window's mass and the unit of the far part's, `[B, T, num_heads]`, up to a common factor."""
-        assert self.log_mix is not None, "a mixer with a window weighs its far part"
+        assert parts.near is not None, "there is a window"
+        log_near, log_far = parts.near.log_normaliser, self._log_weight(parts)
         if self.config.mix_reference == "near":
-            near_mass = torch.ones_like(near.log_normaliser)
-            return near_mass, self.log_mix.exp().expand_as(near_mass)
-        # Both as multiples of the larger one, so that nothing overflows.
-        log_mix = self.log_mix.expand_as(near.log_normaliser)
-        largest = torch.maximum(near.log_normaliser, log_mix)
-        return (near.log_normaliser - largest).exp(), (log_mix - largest).exp()
+            return torch.ones_like(log_near), log_far.exp()
+        # Both as multiples of the larger mass, so that nothing overflows and their sum is 1 or more.
+        assert parts.mass is not None, "a shared normaliser needs the far part's mass"
+        largest = torch.maximum(log_near, log_far + parts.mass.abs().clamp_min(SMALLEST_MASS).log()).detach()
+        return (log_near - largest).exp(), (log_far - largest).exp()
 
     def far_share(self, parts: MixerParts) -> Tensor | None:
         """Return the far part's share of the attention mass.
@@ -371,7 +375,7 @@ class Mixer(nn.Module):
             return None
         if parts.mass is None:
             return torch.zeros_like(near.log_normaliser)
-        near_mass, far_unit = self._units(near)
+        near_mass, far_unit = self._units(parts)
         far_mass = far_unit * parts.mass
         return far_mass / (near_mass + far_mass).clamp_min(MIN_SHARED_NORMALISER)
 

@@ -210,7 +210,7 @@ def test_order_is_judged_by_paired_differences(make_study):
     assert steps["b", "d"].verdict == "within the spread"
     assert summaries[0].to_reference.values == pytest.approx((1.1, 0.7))
     text = render_study(study, summaries, list(steps.values()), None)
-    assert "Of 3 steps 1 agree with the papers, 1 are reversed and 1 lie within the spread." in text
+    assert "3 steps: in the papers' direction 1, reversed 1, within the spread 1." in text
 
 
 def test_one_seed_has_no_spread(make_study):

@@ -91,7 +91,7 @@ def _order_table(study: StudyRecipe, steps: Sequence[OrderStep]) -> str:
     reversed_ = sum(step.verdict.startswith("reversed") for step in steps)
     lines.append("")
     lines.append(
-        f"Of {len(steps)} steps {agreeing} agree with the papers, {reversed_} are reversed and "
-        f"{len(steps) - agreeing - reversed_} lie within the spread."
+        f"{len(steps)} steps: in the papers' direction {agreeing}, reversed {reversed_}, within the spread "
+        f"{len(steps) - agreeing - reversed_}."
     )
     return "\n".join(lines)

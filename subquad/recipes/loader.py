@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,26 @@ def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> dict[s
     if problems:
         raise ConfigError("\n".join(problems))
     return content
+
+
+def merge_content(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe as a plain mapping with some of its values changed.
+
+    Args:
+        base: a recipe as a plain mapping; it is not changed.
+        changes: sections with the values that differ; anything but a mapping takes the place of what was there.
+
+    Returns:
+        The new mapping.
+    """
+    merged = copy.deepcopy(dict(base))
+    for key, value in changes.items():
+        inner = merged.get(key)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            merged[key] = merge_content(inner, value)
+        else:
+            merged[key] = copy.deepcopy(value)
+    return merged
 
 
 def recipe_to_yaml(recipe: Section) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ from subquad.errors import ConfigError
 from subquad.pretrain.model import plan_model
 from subquad.pretrain.schema import PretrainRecipe
 from subquad.recipes.fields import RunSection, Section, Seed
-from subquad.recipes.loader import load_content
+from subquad.recipes.loader import load_content, merge_content
 from subquad.recipes.schema import parse_section
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -161,20 +160,9 @@ def _who(broken: Sequence[str], arms: Sequence[str]) -> str:
 
 def _arm_recipe(study: StudyRecipe, arm: str, seed: int) -> PretrainRecipe:
     section = study.arms[arm]
-    content = _merged(study.base, section.changes)
+    content = merge_content(study.base, section.changes)
     content["name"] = f"{study.name}-{arm}"
     content["seed"] = seed
     content["output_dir"] = str(arm_folder(study, arm, seed))
     content["mixer"] = section.mixer
     return parse_section(PretrainRecipe, content, origin=f"arm {arm}")
-
-
-def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged = copy.deepcopy(dict(base))
-    for key, value in changes.items():
-        inner = merged.get(key)
-        if isinstance(inner, Mapping) and isinstance(value, Mapping):
-            merged[key] = _merged(inner, value)
-        else:
-            merged[key] = copy.deepcopy(value)
-    return merged

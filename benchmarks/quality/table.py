@@ -1,0 +1,171 @@
+"""The table and the plots of a study of conversions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.quality.rows import Needle, Row
+from subquad.eval.style import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    RED,
+    format_bytes,
+    format_seconds,
+    new_figure,
+    save_figure,
+    with_error,
+)
+
+_COLORS = (BLUE, ORANGE, GREEN, RED, GREY)
+_MIB = 2**20
+_TRAINING = ("calibrate", "stage1", "stage2")
+_MODELS = ("teacher", "window_only", "student")
+
+
+def render_table(name: str, rows: Sequence[Row]) -> str:
+    """Return the study as Markdown, a line for every run.
+
+    Args:
+        name: of the study.
+        rows: finished runs, at least one.
+
+    Returns:
+        The table of losses and bytes, and one of the needle where it was measured.
+    """
+    first = rows[0].results
+    length = longest(rows)
+    parts = [
+        f"# Study {name}",
+        f"Held-out text: {first.data}, {first.loss.num_tokens:,} tokens. Losses in nats per token ± standard error "
+        f"over rows; student − control on the same rows. The cache is that of one sequence after {length:,} tokens, "
+        f"{first.dtype} (the teacher's: {format_bytes(_kv_bytes(rows[0], length))}).",
+        _losses(rows, length),
+    ]
+    if any(row.needle for row in rows):
+        parts += ["## Needle: share of exact answers / log probability of the key", _needles(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def longest(rows: Sequence[Row]) -> int:
+    """Return the longest length at which every row has its cache's bytes."""
+    lengths = [set(row.results.cache_bytes.student) for row in rows if row.results.cache_bytes is not None]
+    return max(set.intersection(*lengths))
+
+
+def _kv_bytes(row: Row, length: int) -> int:
+    assert row.results.cache_bytes is not None, "longest saw to it"
+    return row.results.cache_bytes.kv[length]
+
+
+def _losses(rows: Sequence[Row], length: int) -> str:
+    texts = sorted({task for row in rows for task in row.texts})
+    heads = ["arm", "seed", "teacher", "window only", "student", "student − control", "gap closed"]
+    heads += [f"{task}: teacher / control / student" for task in texts]
+    heads += ["far part off", "exact heads", "cache", "tokens", "time"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+    for row in rows:
+        loss, tokens = row.results.loss, row.results.tokens
+        cells = [row.label, str(row.seed), f"{loss.teacher:.4f}", _number(loss.window_only)]
+        cells += [f"{loss.student:.4f}", _difference(row), "–" if row.gap_closed is None else f"{row.gap_closed:.0%}"]
+        cells += [_text(row, task) for task in texts]
+        cells.append(_number(loss.student_without_far))
+        cells.append(str(sum(map(len, row.exact_kv_heads.values()))))
+        cells.append(format_bytes(row.cache_bytes(length) or 0))
+        cells.append(f"{tokens.stage1 + tokens.stage2:,}")
+        cells.append(format_seconds(sum(row.results.wall_seconds.get(step, 0.0) for step in _TRAINING)))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _difference(row: Row) -> str:
+    for pair in row.results.differences:
+        if (pair.first, pair.second) == ("student", "window_only"):
+            return with_error(pair.difference, pair.standard_error, sign="+")
+    return "–"
+
+
+def _text(row: Row, task: str) -> str:
+    found = row.texts.get(task, {})
+    return " / ".join(_number(found[model][0] if model in found else None) for model in _MODELS)
+
+
+def _needles(rows: Sequence[Row]) -> str:
+    lengths = sorted({length for row in rows for model in row.needle.values() for length in model})
+    lines = ["| model | " + " | ".join(f"{n:,}" for n in lengths) + " |", "|---" + "|---:" * len(lengths) + "|"]
+    named = [("teacher", rows[0].needle.get("teacher", {}))]
+    controls: list[dict[int, Needle]] = []
+    for row in rows:
+        control = row.needle.get("window_only")
+        if control and control not in controls:
+            controls.append(control)
+            named.append((f"window only, as {row.label}", control))
+        named.append((f"{row.label}, seed {row.seed}", row.needle.get("student", {})))
+    for name, found in named:
+        cells = [_found(found, length) for length in lengths]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _found(found: dict[int, Needle], length: int) -> str:
+    if length not in found:
+        return "–"
+    needle = found[length]
+    accuracy = "–" if needle.accuracy is None else f"{needle.accuracy:.2f}"
+    return accuracy if needle.key_logprob is None else f"{accuracy} / {needle.key_logprob:.1f}"
+
+
+def plot_frontier(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw loss, and accuracy of the needle, over the bytes of the cache.
+
+    Args:
+        rows: finished runs.
+        folder: where to write `frontier-loss.png` and, where it was measured, `frontier-needle.png`.
+
+    Returns:
+        The files.
+    """
+    length = longest(rows)
+    loss = {index: row.results.loss.student for index, row in enumerate(rows)}
+    paths = [
+        _plot(rows, loss, length, rows[0].results.loss.teacher, "Loss (nats per token)", folder / "frontier-loss.png")
+    ]
+    found = {index: _mean_accuracy(row, "student") for index, row in enumerate(rows)}
+    accuracy = {index: value for index, value in found.items() if value is not None}
+    if accuracy:
+        teacher = _mean_accuracy(rows[0], "teacher")
+        label = "Needle: exact answers, mean over lengths"
+        paths.append(_plot(rows, accuracy, length, teacher, label, folder / "frontier-needle.png"))
+    return paths
+
+
+def _mean_accuracy(row: Row, model: str) -> float | None:
+    values = [found.accuracy for found in row.needle.get(model, {}).values() if found.accuracy is not None]
+    return fmean(values) if values else None
+
+
+def _plot(
+    rows: Sequence[Row], values: dict[int, float], length: int, teacher: float | None, label: str, path: Path
+) -> Path:
+    figure, axes = new_figure(label.split("(")[0].strip() + " over cache", f"Cache at {length:,} tokens (MiB)", label)
+    groups = list(dict.fromkeys(rows[index].group for index in values))
+    for index, value in values.items():
+        row = rows[index]
+        color = _COLORS[groups.index(row.group) % len(_COLORS)]
+        size = (row.cache_bytes(length) or 0) / _MIB
+        axes.plot(size, value, marker="o", color=color, linestyle="none")
+        axes.annotate(row.label, (size, value), textcoords="offset points", xytext=(5, 4), fontsize=8, color=color)
+    if teacher is not None:
+        axes.axhline(teacher, color=BLACK, linewidth=1, linestyle=":")
+        axes.axvline(_kv_bytes(rows[0], length) / _MIB, color=BLACK, linewidth=1, linestyle=":")
+    axes.set_xscale("log")
+    save_figure(figure, path)
+    return path

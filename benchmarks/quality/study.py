@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -133,8 +132,6 @@ def run_study(study: Study, folder: Path, arms: Sequence[str]) -> None:
         except FolderInUseError:
             print("another process works on it", flush=True)
             continue
-        shutil.rmtree(RunFolder(recipe.run_dir).work_dir("stage1"), ignore_errors=True)
-        shutil.rmtree(RunFolder(recipe.run_dir).work_dir("stage2"), ignore_errors=True)
         write_results(study, folder)
 
 

@@ -1,0 +1,193 @@
+"""The study of conversions: arms are recipes, references are measured once, and where the far part errs."""
+
+import json
+import sys
+
+import pytest
+import torch
+import yaml
+
+from benchmarks.quality import far_part, study
+from subquad.errors import ConfigError
+from subquad.eval.records import load_records
+from subquad.layers import attention_mode, converted_layers
+from subquad.layers import resolve_mixer as mixer
+from tests.convert.tiny_checkpoints import write_hf
+from tests.layers.test_attention import convert
+from tests.tiny_llama import tiny_teacher, tiny_tokens
+
+SEQ_LEN = 32
+
+
+@pytest.fixture
+def study_file(tmp_path):
+    for part in ("train", "eval"):
+        lines = (f"{part} line {number}: the heron stands in the shallow water.\n" for number in range(40))
+        (tmp_path / f"{part}.txt").write_text("".join(lines))
+    content = {
+        "name": "tiny",
+        "seeds": [0],
+        "base": {
+            "model": {"source": str(write_hf(tmp_path / "teacher"))},
+            "convert": {"mixer": {"preset": "2mamba", "window": 8, "sinks": 2}},
+            "calibrate": {"tokens": 64},
+            "data": {
+                "train": {"kind": "text", "paths": [str(tmp_path / "train.txt")]},
+                "eval": {"kind": "text", "paths": [str(tmp_path / "eval.txt")]},
+                "seq_len": SEQ_LEN,
+            },
+            "stage1": {"tokens": 64},
+            "stage2": {"tokens": 64},
+            "trainer": {"report_to": []},
+            "eval": {
+                "tokens": 128,
+                "memory_lengths": [16, 64],
+                "generate_tokens": 0,
+                "suite": {
+                    "tasks": ["loss"],
+                    "loss": {"text": [str(tmp_path / "eval.txt")], "tokens": 64, "seq_len": 16},
+                },
+            },
+        },
+        "arms": {
+            "far": {"label": "window + far"},
+            "heads": {
+                "group": "hybrid",
+                "changes": {"convert": {"exact_heads": {"count": 1, "tokens": 32, "recall_tokens": 0}}},
+            },
+        },
+    }
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def run(path, folder, *more, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["study", str(path), "--output", str(folder), *more])
+    study.main()
+
+
+def test_a_study_from_one_arm_to_all(study_file, tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    run(study_file, folder, "--arms", "far", monkeypatch=monkeypatch)
+    assert len((folder / "rows.jsonl").read_text().splitlines()) == 1
+    run(study_file, folder, monkeypatch=monkeypatch)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert [(row["arm"], row["label"], row["group"]) for row in rows] == [
+        ("far", "window + far", ""),
+        ("heads", "heads", "hybrid"),
+    ]
+    assert [len(row["exact_kv_heads"]) for row in rows] == [0, 1]
+    assert all(row["texts"]["loss"].keys() >= {"teacher", "window_only", "student"} for row in rows)
+    assert rows[0]["loss"]["teacher"] == rows[1]["loss"]["teacher"]
+    table = (folder / "table.md").read_text()
+    assert "| window + far | 0 |" in table
+    assert (folder / "frontier-loss.png").read_bytes().startswith(b"\x89PNG")
+    # the teacher is the same model in both arms and was measured once; the control has other heads
+    found = {
+        arm: {record.model: record for record in load_records(study.run_dir(folder, arm, 0))}
+        for arm in ("far", "heads")
+    }
+    assert found["far"]["teacher"] == found["heads"]["teacher"]
+    assert found["far"]["window_only"] != found["heads"]["window_only"]
+
+
+def test_a_finished_study_trains_nothing(study_file, tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    run(study_file, folder, monkeypatch=monkeypatch)
+    before = (folder / "rows.jsonl").read_text()
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("an arm ran again")
+
+    monkeypatch.setattr(study, "run_recipe", refuse)
+    run(study_file, folder, monkeypatch=monkeypatch)
+    assert (folder / "rows.jsonl").read_text() == before
+
+
+def test_wrong_arms_are_found_before_anything_runs(study_file, tmp_path, monkeypatch, capsys):
+    content = yaml.safe_load(study_file.read_text())
+    content["arms"]["heads"]["changes"] = {"convert": {"exact_heads": {}}}
+    study_file.write_text(yaml.safe_dump(content))
+    with pytest.raises(SystemExit, match="arm heads is not valid"):
+        run(study_file, tmp_path / "out", monkeypatch=monkeypatch)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit):
+        run(study_file, tmp_path / "out", "--arms", "nobody", monkeypatch=monkeypatch)
+    assert "no arm nobody; arms: far, heads" in capsys.readouterr().err
+
+
+def test_base_may_not_set_what_the_study_sets(study_file):
+    content = yaml.safe_load(study_file.read_text())
+    content["base"]["seed"] = 3
+    study_file.write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigError, match="base sets seed; the study sets these"):
+        study.load_study(study_file, [])
+
+
+@torch.no_grad()
+def test_errors_of_share_and_content():
+    model = convert(tiny_teacher(), {"preset": "taylor", "window": 6, "sinks": 1})
+    layer = converted_layers(model)[0]
+    found = {}
+
+    def watch(layer, args, kwargs):
+        inputs = layer.inputs(kwargs["hidden_states"], kwargs["position_embeddings"], kwargs.get("sequence"))
+        teacher = layer.exact_heads(inputs)
+        student = layer.student_heads(inputs)
+        found["plain"] = ((student - teacher)[:, 128:].square().sum() / teacher[:, 128:].square().sum()).item()
+        found["parts"] = far_part.measure_layer(layer, inputs)
+
+    handle = layer.register_forward_pre_hook(watch, with_kwargs=True)
+    with attention_mode(model, "teacher"):
+        model.model(tiny_tokens(1, 160), use_cache=False)
+    handle.remove()
+    parts = found["parts"]
+    # window and exact share and content make the teacher, so that the student's error is the plain one
+    assert parts.errors["student"] == pytest.approx(found["plain"], rel=1e-4)
+    assert parts.errors["window"] > 0
+    assert parts.shares[128][1] < parts.shares[256][1]
+    assert set(parts.shares) == {128, 256}
+    assert 0 <= parts.explained["far_mass_and_length"] <= parts.explained["and_window_mass"] <= 1
+
+
+@torch.no_grad()
+def test_the_exact_share_with_the_exact_content_is_the_teacher():
+    """An exp score of all tokens in the far part would have no error: the nearest, a long Taylor series, has little."""
+    errors = []
+    for order in (1, 4, 10):
+        model = convert(
+            tiny_teacher(),
+            {"score": "taylor", "order": order, "window": 6, "mix_reference": "absolute"},
+            randomise=False,
+        )
+        for each in converted_layers(model):
+            each.mixer.far_weight.log_mix.zero_()
+        layer = converted_layers(model)[0]
+        found = []
+
+        def watch(layer, args, kwargs, found=found):
+            inputs = layer.inputs(kwargs["hidden_states"], kwargs["position_embeddings"], kwargs.get("sequence"))
+            found.append(far_part.measure_layer(layer, inputs).errors["student"])
+
+        handle = layer.register_forward_pre_hook(watch, with_kwargs=True)
+        with attention_mode(model, "teacher"):
+            model.model(tiny_tokens(1, 160), use_cache=False)
+        handle.remove()
+        errors.append(found[0])
+    assert errors[2] < errors[1] < errors[0]
+
+
+def test_mixers_without_a_shared_normaliser_are_refused():
+    model = convert(tiny_teacher(), mixer({"preset": "mamba2s", "window": 6, "sinks": 1}).model_dump())
+    layer = converted_layers(model)[0]
+
+    def watch(layer, args, kwargs):
+        inputs = layer.inputs(kwargs["hidden_states"], kwargs["position_embeddings"], kwargs.get("sequence"))
+        with pytest.raises(SystemExit, match="no far part beside a window"):
+            far_part.measure_layer(layer, inputs)
+
+    handle = layer.register_forward_pre_hook(watch, with_kwargs=True)
+    with torch.no_grad(), attention_mode(model, "teacher"):
+        model.model(tiny_tokens(1, 160), use_cache=False)
+    handle.remove()

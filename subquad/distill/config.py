@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -113,6 +114,8 @@ class Stage2Config(StageConfig):
         kl_weight: Weight of the divergence to the teacher.
         ce_weight: Weight of the cross-entropy with the text.
         temperature: Temperature of the divergence.
+        far_weight: How much more a token counts per nat that the teacher gains from beyond window and sinks (its log
+            probability against that of its window-only self, at most 5 nats).
         chunk_tokens: Tokens whose logits exist at one time.
         gradient_checkpointing: Recompute each block in the backward pass instead of keeping its activations.
     """
@@ -128,6 +131,7 @@ class Stage2Config(StageConfig):
     kl_weight: float = 1.0
     ce_weight: float = 0.0
     temperature: float = 1.0
+    far_weight: float = 0.0
     chunk_tokens: int = 512
     gradient_checkpointing: bool = False
 
@@ -139,6 +143,13 @@ class Stage2Config(StageConfig):
             problems.append(f"kl_weight and ce_weight must be at least 0 and one of them above, got {weights}")
         if not self.temperature > 0:
             problems.append(f"temperature must be above 0, got {self.temperature}")
+        if not 0 <= self.far_weight < math.inf:
+            problems.append(f"far_weight must be at least 0, got {self.far_weight}")
+        if self.far_weight and self.full:
+            problems.append(
+                f"far_weight {self.far_weight} compares the teacher with its window-only self, which full: true trains "
+                "away; use adapters, or far_weight: 0"
+            )
         if self.chunk_tokens < 1:
             problems.append(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
         if not self.full and self.lora_rank < 1:

@@ -109,6 +109,27 @@ def distillation_loss(
     return total / (flat_targets != IGNORED_LABEL).sum().clamp(min=1)
 
 
+@torch.no_grad()
+def token_log_probs(hidden: Tensor, targets: Tensor, head: nn.Module, chunk_tokens: int = 512) -> Tensor:
+    """Return the log probability of every target, from hidden states, `chunk_tokens` at a time.
+
+    Args:
+        hidden: Last hidden states `[B, T, hidden]`.
+        targets: Next tokens `[B, T]`, -100 at positions that count for nothing.
+        head: Maps hidden states to logits `[..., vocab]`.
+        chunk_tokens: Tokens whose logits exist at one time.
+
+    Returns:
+        `[B, T]` float32, nats; 0 where a position counts for nothing.
+    """
+    chunks = zip(hidden.flatten(0, 1).split(chunk_tokens), targets.flatten().split(chunk_tokens), strict=True)
+    found = [
+        -F.cross_entropy(head(states).float(), ids, ignore_index=IGNORED_LABEL, reduction="none")
+        for states, ids in chunks
+    ]
+    return torch.cat(found).view(targets.shape)
+
+
 def token_loss_sum(
     student_logits: Tensor,
     teacher_logits: Tensor | None,

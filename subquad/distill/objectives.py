@@ -11,8 +11,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from subquad.convert.adapters import adapters_disabled
-from subquad.distill.losses import LossWeights, distillation_loss, next_token_targets, next_token_weights
+from subquad.distill.losses import (
+    LossWeights,
+    distillation_loss,
+    next_token_targets,
+    next_token_weights,
+    token_log_probs,
+)
 from subquad.layers import attention_mode, collect_local_losses
+
+# A token that the window has no idea of: more nats than this say no more.
+MOST_FAR_GAIN = 5.0
 
 
 class Objective(nn.Module):
@@ -65,10 +74,17 @@ class LogitObjective(Objective):
         teacher: A separate teacher, or None where the student in teacher mode, its adapters off, is the teacher.
         weights: What the loss is made of.
         chunk_tokens: Tokens whose logits exist at one time.
+        far_weight: How much more a token counts per nat of its log probability that the teacher has from beyond window
+            and sinks; 0 counts all tokens alike.
     """
 
     def __init__(
-        self, student: PreTrainedModel, teacher: PreTrainedModel | None, weights: LossWeights, chunk_tokens: int
+        self,
+        student: PreTrainedModel,
+        teacher: PreTrainedModel | None,
+        weights: LossWeights,
+        chunk_tokens: int,
+        far_weight: float = 0.0,
     ) -> None:
         """Take the models.
 
@@ -77,11 +93,13 @@ class LogitObjective(Objective):
             teacher: A separate teacher, or None where the student is its own.
             weights: What the loss is made of; a `kl` of 0 saves the teacher's pass.
             chunk_tokens: Tokens whose logits exist at one time.
+            far_weight: See above; above 0 it needs the student as its own teacher, and costs a forward pass more.
         """
         super().__init__(student)
         self.teacher = teacher
         self.weights = weights
         self.chunk_tokens = chunk_tokens
+        self.far_weight = far_weight
 
     def forward(
         self,
@@ -101,22 +119,43 @@ class LogitObjective(Objective):
         Returns:
             `loss`: scalar float32 in nats.
         """
-        teacher_hidden = self._teacher_hidden(input_ids, position_ids) if self.weights.kl else None
+        targets = next_token_targets(input_ids, position_ids, labels)
+        token_weights = None if loss_weights is None else next_token_weights(loss_weights)
+        reads_teacher = self.weights.kl or self.far_weight
+        teacher_hidden = self._teacher_hidden(input_ids, position_ids) if reads_teacher else None
+        if teacher_hidden is not None and self.far_weight:
+            gain = self._far_gain(input_ids, position_ids, teacher_hidden, targets)
+            token_weights = (1.0 if token_weights is None else token_weights) * (1.0 + self.far_weight * gain)
         student_hidden = self.student.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False
         ).last_hidden_state
         teacher = self.student if self.teacher is None else self.teacher
         loss = distillation_loss(
             student_hidden,
-            teacher_hidden,
-            next_token_targets(input_ids, position_ids, labels),
+            teacher_hidden if self.weights.kl else None,
+            targets,
             self.student.get_output_embeddings(),
             teacher.get_output_embeddings(),
             self.weights,
             self.chunk_tokens,
-            token_weights=None if loss_weights is None else next_token_weights(loss_weights),
+            token_weights=token_weights,
         )
         return {"loss": loss}
+
+    @torch.no_grad()
+    def _far_gain(
+        self, input_ids: Tensor, position_ids: Tensor | None, teacher_hidden: Tensor, targets: Tensor
+    ) -> Tensor:
+        """Return what the teacher gains from beyond window and sinks, `[B, T]` nats between 0 and `MOST_FAR_GAIN`."""
+        with attention_mode(self.student, "window_only"), adapters_disabled(self.student):
+            window_hidden = self.student.base_model(
+                input_ids=input_ids, position_ids=position_ids, use_cache=False
+            ).last_hidden_state
+        head = self.student.get_output_embeddings()
+        teacher, window = (
+            token_log_probs(hidden, targets, head, self.chunk_tokens) for hidden in (teacher_hidden, window_hidden)
+        )
+        return (teacher - window).clamp(0.0, MOST_FAR_GAIN)
 
     @torch.no_grad()
     def _teacher_hidden(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ from subquad.distill.objectives import LogitObjective, TransferObjective
 from subquad.distill.trainer import GroupRule
 from subquad.distill.training import StageJob, StageResult, recomputation, run_job
 from subquad.errors import ConfigError
+from subquad.layers import require_window
 
 MIXER_MARK = ".self_attn.mixer."
 # what a layer computes from its whole input takes small steps: hundreds of weights move it together
@@ -95,8 +96,8 @@ def run_stage2(
         What was done.
 
     Raises:
-        ConfigError: A teacher without `full` or the other way round, adapters that match no layer, or several GPUs
-            visible to one process.
+        ConfigError: A teacher without `full` or the other way round, `far_weight` for a model with a layer that has no
+            window, adapters that match no layer, or several GPUs visible to one process.
         DataError: The dataset has fewer rows than a step needs.
         OutputError: The work folder holds a stage with other settings, or cannot be written.
         TrainingError: The loss became NaN, infinite or diverged; the last good checkpoint was kept.
@@ -106,6 +107,8 @@ def run_stage2(
             "full tuning changes the weights the teacher is made of, so it needs a separate teacher, and adapters do "
             f"not: got full: {str(config.full).lower()} {'without' if teacher is None else 'with'} a teacher"
         )
+    if config.far_weight:
+        require_window(model, f"far_weight {config.far_weight}")
     set_seed(config.seed)
     if teacher is not None:
         teacher.requires_grad_(False)
@@ -118,7 +121,7 @@ def run_stage2(
         GroupRule(name="base", pattern="", learning_rate=config.learning_rate, weight_decay=config.weight_decay),
     )
     weights = LossWeights(kl=config.kl_weight, ce=config.ce_weight, temperature=config.temperature)
-    objective = LogitObjective(model, teacher, weights, config.chunk_tokens)
+    objective = LogitObjective(model, teacher, weights, config.chunk_tokens, config.far_weight)
     with recomputation(model, config.gradient_checkpointing):
         return run_job(
             StageJob(

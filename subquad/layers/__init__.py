@@ -5,7 +5,7 @@ from subquad.layers.bert_attention import SubquadBertAttention
 from subquad.layers.cache import SubquadCacheLayer, cache_bytes, cache_layout
 from subquad.layers.config import MixerConfig, parse_mixer
 from subquad.layers.geometry import LayerGeometry
-from subquad.layers.modes import AttentionMode, attention_mode, collect_local_losses, converted_layers
+from subquad.layers.modes import AttentionMode, attention_mode, collect_local_losses, converted_layers, require_window
 from subquad.layers.presets import PRESETS, resolve_mixer
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
     "count_parameters",
     "layer_geometry",
     "parse_mixer",
+    "require_window",
     "resolve_mixer",
 ]

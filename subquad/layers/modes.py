@@ -38,9 +38,7 @@ def attention_mode(model: nn.Module, mode: AttentionMode) -> Iterator[None]:
         raise ConfigError(f"attention mode {mode!r} is unknown; use one of {', '.join(get_args(AttentionMode))}")
     layers = converted_layers(model)
     if mode == "window_only":
-        pure = [layer.layer_idx for layer in layers if layer.mixer is not None and not layer.mixer_config.window]
-        if pure:
-            raise ConfigError(f"layers {pure} have window: 0, so there is no window-only control for them")
+        require_window(model, "mode window_only")
     before = [layer.mode for layer in layers]
     try:
         for layer in layers:
@@ -49,6 +47,22 @@ def attention_mode(model: nn.Module, mode: AttentionMode) -> Iterator[None]:
     finally:
         for layer, old in zip(layers, before, strict=True):
             layer.mode = old
+
+
+def require_window(model: nn.Module, what: str) -> None:
+    """Refuse a model with a converted layer that has no window, for which there is no window-only control.
+
+    Args:
+        model: a converted model, wrapped or not.
+        what: what needs the control, for the message.
+
+    Raises:
+        ConfigError: a converted layer has `window: 0`.
+    """
+    layers = converted_layers(model)
+    pure = [layer.layer_idx for layer in layers if layer.mixer is not None and not layer.mixer_config.window]
+    if pure:
+        raise ConfigError(f"{what}: layers {pure} have window: 0, so there is no window-only control for them")
 
 
 def collect_local_losses(model: nn.Module) -> dict[int, Tensor]:

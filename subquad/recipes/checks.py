@@ -47,6 +47,11 @@ def check_recipe_against(recipe: Recipe, hf_config: PretrainedConfig) -> None:
             problems += _budget_problems(recipe.convert.exact_heads, plan)
         if not plan.mixers:
             problems.append("convert: every layer stays softmax, so there is nothing to distil; choose another mixer")
+        elif recipe.stage2.far_weight and not all(mixer.window for mixer in plan.mixers.values()):
+            problems.append(
+                f"stage2.far_weight is {recipe.stage2.far_weight}, but a mixer has window: 0, so there is no "
+                "window-only control to compare the teacher with; set stage2.far_weight=0"
+            )
         elif recipe.stage1.tokens and not plan.added_parameters:
             problems.append(
                 f"stage1.tokens is {recipe.stage1.tokens}, but this mixer has no parameters of its own, so matching "

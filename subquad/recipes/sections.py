@@ -341,6 +341,8 @@ class Stage2Section(StageSection):
         kl_weight: weight of the KL term.
         ce_weight: weight of the cross-entropy with the text itself.
         temperature: temperature of the KL term.
+        far_weight: how much more a token counts in the loss per nat that the teacher gains from beyond window and
+            sinks; costs a forward pass more.
     """
 
     learning_rate: LearningRate = Stage2Config.learning_rate
@@ -351,12 +353,18 @@ class Stage2Section(StageSection):
     kl_weight: Weight = Stage2Config.kl_weight
     ce_weight: Weight = Stage2Config.ce_weight
     temperature: Annotated[float, Field(gt=0, le=100)] = Stage2Config.temperature
+    far_weight: Weight = Stage2Config.far_weight
 
     @model_validator(mode="after")
     def _check_loss(self) -> Stage2Section:
         problems = []
         if not self.kl_weight and not self.ce_weight:
             problems.append("kl_weight and ce_weight are both 0, so there is nothing to learn from; raise one")
+        if self.full and self.far_weight:
+            problems.append(
+                f"far_weight {self.far_weight} compares the teacher with its window-only self, which full: true trains "
+                "away; set far_weight: 0 or full: false"
+            )
         if self.full and self.lora != LoraSection():
             problems.append("full: true trains every weight, so lora is not used; remove one of the two")
         if problems:

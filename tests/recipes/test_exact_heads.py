@@ -150,3 +150,11 @@ def test_the_choice_is_made_by_one_process(make_recipe, monkeypatch):
     shop = runner._open_workshop(recipe, None)
     shop.folder = SimpleNamespace(result=lambda stage: {"exact_heads": {"exact_kv_heads": {"1": [0]}}})
     assert shop.plan.layers[1].mixer.exact_kv_heads == (0,)
+
+
+def test_weights_of_far_tokens_need_a_window(make_recipe):
+    recipe = make_recipe(convert={"mixer": {"preset": "2mamba", "window": 0}}, stage2={"tokens": 64, "far_weight": 1.0})
+    with pytest.raises(ConfigError, match=r"stage2.far_weight is 1\.0, but a mixer has window: 0"):
+        run_recipe(recipe)
+    with pytest.raises(ConfigError, match="set far_weight: 0 or full: false"):
+        make_recipe(stage2={"tokens": 64, "far_weight": 1.0, "full": True})

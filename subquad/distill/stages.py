@@ -19,7 +19,7 @@ from subquad.layers import require_window
 
 MIXER_MARK = ".self_attn.mixer."
 # what a layer computes from its whole input takes small steps: hundreds of weights move it together
-_FROM_INPUT = r"\.mixer\.(decay\.|far_weight\.input_weight$)"
+_FROM_INPUT = r"\.mixer\.(decay\.|write_gate\.|far_weight\.input_weight$)"
 
 
 def run_stage1(

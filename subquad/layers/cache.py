@@ -65,6 +65,8 @@ def cache_layout(mixer: MixerConfig, geometry: LayerGeometry, dtype: torch.dtype
         )
         if mixer.decay != "none":
             layout["past_log_decay"] = BufferSpec((0, heads), torch.float32, grows=True)
+        if mixer.write_gate:
+            layout["past_write"] = BufferSpec((0, heads), torch.float32, grows=True)
     if mixer.conv_width > 1:
         channels = (mixed.num_heads + 2 * heads) * dim
         layout["conv"] = BufferSpec((mixer.conv_width - 1, channels), dtype)
@@ -88,6 +90,8 @@ def _window_layout(mixer: MixerConfig, heads: int, dim: int, dtype: torch.dtype)
         layout.update(far_keys=stream, far_values=stream)
     if mixer.decay != "none":
         layout["far_log_decay"] = BufferSpec((mixer.window, heads), torch.float32)
+    if mixer.write_gate:
+        layout["far_write"] = BufferSpec((mixer.window, heads), torch.float32)
     if mixer.sinks:
         sink = BufferSpec((mixer.sinks, heads, dim), dtype)
         layout.update(sink_keys=sink, sink_values=sink)

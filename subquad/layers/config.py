@@ -38,6 +38,7 @@ class MixerConfig(BaseModel):
         conv_activation: activation after the convolution; SiLU has no identity start.
         value_step: factor on v: `softplus(W x + b)` per key/value head (with `decay: mamba2` the decay's own dt), or
             Cottention's `s ** -sigmoid(m)`, s the tokens that the value's own token sees.
+        write_gate: learned factor in (0, 1) on a token's weight, per key/value head, from the layer's input.
         normaliser: `sum` divides by the sum of weights, `rms` is an RMS norm over the concatenated heads (`gated_rms`
             of the gated output), the `head_*` ones normalise the numerator per head, `count` divides by the number of
             visible tokens.
@@ -77,6 +78,7 @@ class MixerConfig(BaseModel):
     conv_width: Annotated[int, Field(ge=1, le=8)] = 1
     conv_activation: Literal["none", "silu"] = "none"
     value_step: Literal["none", "softplus", "position"] = "none"
+    write_gate: bool = False
     normaliser: Literal["sum", "none", "rms", "gated_rms", "head_l2", "head_rms", "head_layer", "count"] = "sum"
     output_gate: Literal["none", "sigmoid", "silu"] = "none"
     skip: bool = False
@@ -163,6 +165,8 @@ class MixerConfig(BaseModel):
             problems.append(f"window: {self.window} with score: exp: an exp score is exact already; use window: 0")
         if self.order != LINEAR_MAX_ORDER:
             problems.append(f"order: {self.order} is for score: power and taylor (got score: exp)")
+        if self.write_gate:
+            problems.append("write_gate: true is for score: power and taylor (got score: exp); use a decay")
         if self.normaliser in ("none", "rms", "gated_rms"):
             problems.append(
                 f"normaliser: {self.normaliser} with score: exp would mix heads whose sums of e^x differ by orders of "

@@ -13,7 +13,7 @@ from subquad.layers.config import MixerConfig
 from subquad.layers.conv import CausalConv
 from subquad.layers.decay import DECAYS, Decay, Mamba2Decay
 from subquad.layers.far_weight import SMALLEST_MASS, FarInputs, FarWeight
-from subquad.layers.gates import OutputGate, TokenShift
+from subquad.layers.gates import OutputGate, TokenShift, WriteGate
 from subquad.layers.geometry import LayerGeometry
 from subquad.layers.inputs import Buffers, HeadInputs
 from subquad.layers.norms import QKNorm, head_norm, rms_over_heads
@@ -65,6 +65,7 @@ class _Far(NamedTuple):
     k: Tensor
     v: Tensor
     log_decay: Tensor | None
+    write: Tensor | None
     skipped: Tensor
 
 
@@ -80,6 +81,7 @@ class Mixer(nn.Module):
         qk_norm: RMS norm of q and k, or None.
         decay: per-token decay, or None.
         value_step: factor on v, or None (with `decay: mamba2` the softplus step is the decay's).
+        write_gate: how much of each token is written, or None.
         far_weight: how much the far part counts beside the window; None without a window.
         norm_weight: `[num_heads * head_dim]` float32 of the output's norm, or None.
         norm_bias: the same of a layer norm, or None.
@@ -117,6 +119,7 @@ class Mixer(nn.Module):
         own_step = config.value_step == "softplus" and config.decay != "mamba2"
         self.value_step = SoftplusValueStep(hidden, kv_heads) if own_step else None
         self.position_step = PositionValueStep(kv_heads) if config.value_step == "position" else None
+        self.write_gate = WriteGate(hidden, kv_heads) if config.write_gate else None
         self.far_weight = FarWeight(config, geometry) if config.window else None
         normed = config.normaliser in (*_NORMS_OVER_HEADS, *_HEAD_NORMS)
         self.norm_weight = nn.Parameter(torch.ones(heads * dim)) if normed else None
@@ -149,7 +152,7 @@ class Mixer(nn.Module):
         rank = self._visible_tokens(inputs) if config.counts_tokens else None
         if not config.window:
             far = self._far_inputs(inputs, rank)
-            written = FarStream(far.k, far.v, far.log_decay, inputs.real())
+            written = FarStream(far.k, far.v, far.log_decay, inputs.real(), far.write)
             if config.score == "exp":
                 out, mass = self._attend_exactly(far.q, written, inputs), None
             else:
@@ -170,7 +173,7 @@ class Mixer(nn.Module):
         if window_only or (buffers is None and config.window >= inputs.q.shape[1]):
             return MixerParts(None, None, near, gate=gate)
         far = self._far_inputs(inputs, rank, rotated)
-        out, mass = self._attend(far.q, stream.delay(far.k, far.v, far.log_decay, shared), buffers)
+        out, mass = self._attend(far.q, stream.delay(far.k, far.v, far.log_decay, far.write, shared), buffers)
         tokens = rank - config.window - config.sinks
         return MixerParts(out, mass, near, gate=gate, far_inputs=FarInputs(inputs.hidden_states, tokens))
 
@@ -212,7 +215,8 @@ class Mixer(nn.Module):
             v = v * step[..., None].to(v.dtype)
         if log_decay is not None and inputs.sequence.real is not None:
             log_decay = log_decay.masked_fill(~inputs.sequence.real[..., None], 0.0)
-        return _Far(q, k, v, log_decay, skipped)
+        write = None if self.write_gate is None else self.write_gate(hidden_states)
+        return _Far(q, k, v, log_decay, write, skipped)
 
     def _shift(self, shift: TokenShift, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
         """Return shifted k and v, remembering the last token."""
@@ -277,6 +281,7 @@ class Mixer(nn.Module):
         elif buffers is not None:
             remember_stream(buffers, written)
             written = past_stream(buffers)
+        weight = written.weight[..., None].expand(-1, -1, self.geometry.num_kv_heads).float()
         far = poly_attention(
             self.score.map_queries(q),
             self.score.map_keys(written.k.to(q.dtype)),
@@ -284,7 +289,7 @@ class Mixer(nn.Module):
             written.log_decay,
             coefs=self.score.coefficients(),
             scale=config.scale,
-            key_weight=written.weight[..., None].expand(-1, -1, self.geometry.num_kv_heads).float(),
+            key_weight=weight if written.write is None else weight * written.write,
             causal=config.causal,
             normalize=config.normalised and not config.window,
             initial_state=state,

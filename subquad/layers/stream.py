@@ -21,12 +21,14 @@ class FarStream(NamedTuple):
         v: `[B, T, num_kv_heads, head_dim]`.
         log_decay: `[B, T, num_kv_heads]` float32, or None.
         weight: `[B, T]` bool, False where nothing is written.
+        write: `[B, T, num_kv_heads]` float32 from the write gate, or None.
     """
 
     k: Tensor
     v: Tensor
     log_decay: Tensor | None
     weight: Tensor
+    write: Tensor | None = None
 
 
 def shift_through(new: Tensor, window: int, name: str, buffers: Buffers | None) -> Tensor:
@@ -146,13 +148,21 @@ class WindowStream:
             v = shift_through(v, self.window, "window_values", self.buffers)
         return window_attention(q, k, v, window=self.window, valid=valid, sinks=sinks)
 
-    def delay(self, k: Tensor, v: Tensor, log_decay: Tensor | None, shared: tuple[Tensor, Tensor] | None) -> FarStream:
+    def delay(
+        self,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        write: Tensor | None,
+        shared: tuple[Tensor, Tensor] | None,
+    ) -> FarStream:
         """Delay the far stream by the window.
 
         Args:
             k: `[B, T, num_kv_heads, head_dim]` far keys.
             v: `[B, T, num_kv_heads, head_dim]` far values.
             log_decay: `[B, T, num_kv_heads]` or None.
+            write: `[B, T, num_kv_heads]` or None.
             shared: cached window keys and values from before this call when the far part reads the same stream, else
                 None.
 
@@ -167,13 +177,15 @@ class WindowStream:
             v = shift_through(v, self.window, "far_values", buffers)
         if log_decay is not None:
             log_decay = shift_through(log_decay, self.window, "far_log_decay", buffers)[:, :num_new]
+        if write is not None:
+            write = shift_through(write, self.window, "far_write", buffers)[:, :num_new]
         weight = self.valid[:, :num_new]
         documents = self.sequence.documents
         if documents is not None:
             delayed = shift_through(documents + 1, self.window, "documents", None)[:, :num_new]
             weight = weight & (delayed == documents + 1)
         log_decay = reset_at_documents(log_decay, self.sequence, k[:, :num_new])
-        return FarStream(k[:, :num_new], v[:, :num_new], log_decay, weight)
+        return FarStream(k[:, :num_new], v[:, :num_new], log_decay, weight, write)
 
 
 def reset_at_documents(log_decay: Tensor | None, sequence: SequenceInfo, k: Tensor) -> Tensor | None:
@@ -185,7 +197,11 @@ def reset_at_documents(log_decay: Tensor | None, sequence: SequenceInfo, k: Tens
 def past_stream(buffers: Buffers) -> FarStream:
     """Return everything the far part has read so far, for scores without a fixed-size state."""
     return FarStream(
-        buffers["past_keys"], buffers["past_values"], buffers.get("past_log_decay"), buffers["past_weight"]
+        buffers["past_keys"],
+        buffers["past_values"],
+        buffers.get("past_log_decay"),
+        buffers["past_weight"],
+        buffers.get("past_write"),
     )
 
 
@@ -196,6 +212,8 @@ def remember_stream(buffers: Buffers, written: FarStream) -> None:
     append(buffers, "past_weight", written.weight)
     if written.log_decay is not None:
         append(buffers, "past_log_decay", written.log_decay)
+    if written.write is not None:
+        append(buffers, "past_write", written.write)
 
 
 def append(buffers: Buffers, name: str, new: Tensor) -> Tensor:

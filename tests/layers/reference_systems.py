@@ -213,6 +213,15 @@ def two_mamba(score: Callable[[Tensor], Tensor]):
     return system
 
 
+def two_mamba_with_write_gate(tokens: Tokens) -> Tensor:
+    """A weight that is a factor of the key's token scales that token's value and its 1 in the sum of weights."""
+    mixed = with_conv(tokens)
+    written = sigmoid(tokens.linear("write_gate"))[..., None]
+    values = torch.cat([written * mixed.v, written], dim=-1)
+    sums, _ = attend(*mixed.rotated(), values, torch.square, root(tokens), -softplus(tokens.linear("decay")))
+    return sums[..., :-1] / sums[..., -1:]
+
+
 def fox(tokens: Tokens) -> Tensor:
     log_a = sigmoid(tokens.linear("decay")).log()
     return mean(attend(*tokens.rotated(), tokens.v, torch.exp, root(tokens), log_a))
@@ -271,6 +280,7 @@ SYSTEMS = {
     "mamba2": ("mamba2", mamba2),
     "mamba2s": ("mamba2s-pure", mamba2s),
     "2mamba": ("2mamba-pure", two_mamba(torch.square)),
+    "2mamba-write": ({"preset": "2mamba-pure", "write_gate": True}, two_mamba_with_write_gate),
     "2mamba-e": ("2mamba-e", two_mamba(torch.exp)),
     "fox": ("fox", fox),
     "fox-pro": ("fox-pro", fox_pro),

@@ -129,3 +129,5 @@ def test_refusals():
         mixer({"preset": "2mamba-pure", "mix_by_input": True})
     with pytest.raises(ConfigError, match="normaliser: rms does not keep; use normaliser: sum, or mix_by_input"):
         mixer({"preset": "mamba2s", "mix_by_mass": True})
+    with pytest.raises(ConfigError, match="write_gate: true is for score: power and taylor"):
+        mixer({"preset": "fox", "write_gate": True})

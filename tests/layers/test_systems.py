@@ -137,6 +137,7 @@ MUTANTS = {
         "decay.LogSigmoidDecay.forward",
         lambda self, x: torch.nn.functional.linear(x, self.weight, self.bias).sigmoid().log2(),
     ),
+    "everything written": ("2mamba-write", "gates.WriteGate.forward", lambda self, x: torch.ones(1, LENGTH, 2)),
     "no skip": ("mamba2", "mixer.Mixer._skipped", lambda self, v: None),
     "skip from the wrong head": (
         "mamba2",

@@ -1,5 +1,6 @@
 """The study of conversions: arms are recipes, references are measured once, and where the far part errs."""
 
+import gzip
 import json
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.quality import far_part, study
+from benchmarks.quality import corpus, far_part, study
 from subquad.errors import ConfigError
 from subquad.eval.records import load_records
 from subquad.layers import attention_mode, converted_layers
@@ -191,3 +192,28 @@ def test_mixers_without_a_shared_normaliser_are_refused():
     with torch.no_grad(), attention_mode(model, "teacher"):
         model.model(tiny_tokens(1, 160), use_cache=False)
     handle.remove()
+
+
+def test_a_corpus_of_documents_from_every_file(tmp_path):
+    paragraphs = [f"paragraph {number} of the long book." for number in range(400)]
+    (tmp_path / "book.txt").write_text("\n\n".join(paragraphs))
+    with gzip.open(tmp_path / "notes.txt.gz", "wt") as file:
+        file.write("first note\n\nits end\n<|endoftext|>\nsecond note")
+    documents = corpus.cut((tmp_path / "book.txt").read_text(), 100)
+    assert "\n\n".join(documents) == "\n\n".join(paragraphs)
+    assert all(100 <= len(document) < 100 + 2 * 40 for document in documents[:-1])
+    rows = corpus.build([tmp_path / "book.txt", tmp_path / "notes.txt.gz"], characters=20, most=1000)
+    notes = [row["text"] for row in rows if row["source"] == "notes.txt.gz"]
+    assert notes == ["first note\n\nits end", "second note"]
+    book = [row["text"] for row in rows if row["source"] == "book.txt"]
+    assert 900 < sum(map(len, book)) < 1100
+    assert "paragraph 38" in book[-1]
+    everything = corpus.build([tmp_path / "book.txt"], characters=20, most=10**6)
+    assert "".join("".join(row["text"].split()) for row in everything) == "".join("".join(paragraphs).split())
+
+
+def test_a_long_paragraph_is_cut_between_words():
+    words = [f"word{number}" for number in range(300)]
+    documents = corpus.cut(" ".join(words), 100)
+    assert " ".join(documents) == " ".join(words)
+    assert max(map(len, documents)) < 120

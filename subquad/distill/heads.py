@@ -164,6 +164,8 @@ class _Study:
     ) -> None:
         self.model, self.layers, self.on_batch = model, layers, on_batch
         self.tokens = 0
+        # rows are read many times; their teacher does not change
+        self.teachers: dict[int, Tensor] = {}
 
     def divergence(self, rows: Sequence[Row]) -> float:
         """Return the converted model's mean divergence from its teacher per token that counts; 0 without rows."""
@@ -193,8 +195,11 @@ class _Study:
 
     def _loss(self, row: Row) -> Tensor:
         inputs = {name: row[name] for name in ("input_ids", "position_ids") if name in row}
-        with torch.no_grad(), attention_mode(self.model, "teacher"):
-            teacher = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        teacher = self.teachers.get(id(row))
+        if teacher is None:
+            with torch.no_grad(), attention_mode(self.model, "teacher"):
+                teacher = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+            self.teachers[id(row)] = teacher
         with attention_mode(self.model, "student"):
             student = self.model.base_model(**inputs, use_cache=False).last_hidden_state
         targets = next_token_targets(row["input_ids"], row.get("position_ids"), row.get("labels"))

@@ -10,6 +10,10 @@ from subquad.errors import ConfigError
 
 MAX_TAYLOR_ORDER = 10
 LINEAR_MAX_ORDER = 2
+# float32 ends at e^88.7; thousands of weights of e^80 can still be added
+MAX_SCORE_CLAMP = 80.0
+
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class MixerConfig(BaseModel):
@@ -28,7 +32,7 @@ class MixerConfig(BaseModel):
         feature_map: applied to q and k after RoPE, before the score: `feature_maps.py`.
         feature_dim: width of a learned feature map (`feature_map="learned"` only).
         scale: factor on q.k before the score; None is `head_dim ** -0.5` (`feature_dim ** -0.5` with a learned map).
-        score_clamp: upper bound of x in the score of `exp`, None for no bound.
+        score_clamp: upper bound of x in the score of `exp`, at most 80 (float32 holds no e^89); None for no bound.
         decay: form of the per-token, per-key/value-head decay: `decay.py`.
         decay_timescale: (shortest, longest) start of the decay's time constant in tokens, log-spaced over the heads;
             None is (64, context length), and sixteen context lengths for an `exp` score, which starts as its teacher.
@@ -71,10 +75,10 @@ class MixerConfig(BaseModel):
     order: Annotated[int, Field(ge=0, le=MAX_TAYLOR_ORDER)] = 2
     feature_map: Literal["identity", "relu", "elu", "cosine", "learned"] = "identity"
     feature_dim: Annotated[int, Field(ge=1)] | None = None
-    scale: Annotated[float, Field(gt=0)] | None = None
-    score_clamp: float | None = None
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    score_clamp: _Finite | None = None
     decay: Literal["none", "softplus", "logsigmoid", "mamba2"] = "none"
-    decay_timescale: tuple[float, float] | None = None
+    decay_timescale: tuple[_Finite, _Finite] | None = None
     conv_width: Annotated[int, Field(ge=1, le=8)] = 1
     conv_activation: Literal["none", "silu"] = "none"
     value_step: Literal["none", "softplus", "position"] = "none"
@@ -171,6 +175,11 @@ class MixerConfig(BaseModel):
             problems.append(
                 f"normaliser: {self.normaliser} with score: exp would mix heads whose sums of e^x differ by orders of "
                 "magnitude; use sum, head_l2, head_rms, head_layer or count"
+            )
+        if self.score_clamp is not None and self.score_clamp > MAX_SCORE_CLAMP:
+            problems.append(
+                f"score_clamp must be at most {MAX_SCORE_CLAMP:g}, got {self.score_clamp:g}: e^x overflows in float32 "
+                "from x = 88.7 on, and sums of many weights before that"
             )
         if self.normaliser == "count" and self.score_clamp is None:
             problems.append("normaliser: count with score: exp needs score_clamp (5.0 in the paper): e^x overflows")

@@ -210,7 +210,7 @@ def resolve_mixer(value: str | dict[str, object]) -> MixerConfig:
         The validated config.
 
     Raises:
-        ConfigError: An unknown preset (the nearest name is suggested), or parts that break a rule.
+        ConfigError: An unknown preset (the nearest name is suggested), one that is no text, or parts that break a rule.
     """
     if isinstance(value, str):
         value = {"preset": value}
@@ -218,11 +218,13 @@ def resolve_mixer(value: str | dict[str, object]) -> MixerConfig:
     name = parts.pop("preset", None)
     if name is None:
         return parse_mixer(parts)
+    if not isinstance(name, str):
+        raise ConfigError(f"preset must be the name of a mixer, got {name!r}. Known: {', '.join(sorted(PRESETS))}.")
     if name not in PRESETS:
-        near = difflib.get_close_matches(str(name), PRESETS, n=1)
+        near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"mixer {name!r} is unknown{hint} Known: {', '.join(sorted(PRESETS))}.")
-    base = PRESETS[str(name)].model_dump()
+    base = PRESETS[name].model_dump()
     if parts.get("causal") is False:
         # a preset's window is an addition for conversions of decoders, not a part of its system
         base.update({key: 0 for key in ("window", "sinks") if key not in parts})

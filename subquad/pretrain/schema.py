@@ -10,7 +10,17 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from subquad.distill.config import StageConfig
 from subquad.pretrain.mixers import ScratchMixer
-from subquad.recipes.fields import Count, LearningRate, RowLength, RunSection, Section, Seed, Weight, whole_number
+from subquad.recipes.fields import (
+    Ascending,
+    Count,
+    LearningRate,
+    RowLength,
+    RunSection,
+    Section,
+    Seed,
+    Weight,
+    whole_number,
+)
 from subquad.recipes.loader import load_content
 from subquad.recipes.schema import parse_section
 from subquad.recipes.sections import DataSection, StageSection, TrainerSection, text_keys
@@ -44,7 +54,7 @@ class ArchitectureSection(Section):
     context_length: Count | None = None
     tie_embeddings: bool = True
     initializer_range: Annotated[float, Field(gt=0, le=1)] = 0.02
-    rope_theta: Annotated[float, Field(gt=1)] = 10_000.0
+    rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10_000.0
 
     @model_validator(mode="after")
     def _check_heads(self) -> ArchitectureSection:
@@ -202,7 +212,7 @@ class PretrainEvalSection(Section):
     tokens: Count = 65_536
     seq_len: RowLength | None = None
     batch_size: Count = 16
-    position_buckets: tuple[Count, ...] | None = None
+    position_buckets: Ascending | None = None
 
 
 class PretrainRecipe(RunSection):

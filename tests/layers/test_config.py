@@ -1,6 +1,7 @@
 """Mixer configurations: what is refused and what the message says; presets."""
 
 import pytest
+import torch
 
 from subquad.errors import ConfigError
 from subquad.layers import PRESETS, parse_mixer, resolve_mixer
@@ -32,6 +33,11 @@ def test_all_problems_in_one_message():
         ({"score": "exp", "order": 3}, ["order: 3", "power and taylor"]),
         ({"score": "exp", "normaliser": "rms"}, ["normaliser: rms", "head_rms"]),
         ({"score": "exp", "normaliser": "count"}, ["score_clamp", "overflows"]),
+        ({"score": "exp", "score_clamp": float("nan")}, ["score_clamp", "finite"]),
+        ({"score": "exp", "score_clamp": float("inf")}, ["score_clamp", "finite"]),
+        ({"score": "exp", "score_clamp": 80.5}, ["score_clamp must be at most 80, got 80.5", "overflows"]),
+        ({"score": "power", "scale": float("inf")}, ["scale", "finite"]),
+        ({"score": "power", "decay": "softplus", "decay_timescale": (1, float("inf"))}, ["decay_timescale", "finite"]),
         ({"score": "exp", "precision": "high"}, ["precision: high", "score: exp"]),
         ({"score": "softmax", "decay": "softplus", "skip": True}, ["no effect: decay, skip"]),
     ],
@@ -40,6 +46,19 @@ def test_impossible_combinations(parts, words):
     with pytest.raises(ConfigError) as error:
         parse_mixer(parts)
     assert all(word in str(error.value) for word in words)
+
+
+def test_the_largest_clamp_leaves_room_for_sums():
+    clamp = parse_mixer({"score": "exp", "normaliser": "count", "score_clamp": 80}).score_clamp
+    weights = torch.full((4096,), clamp).exp()
+    assert torch.isfinite(weights.sum())
+    assert not torch.isfinite(torch.tensor(89.0).exp())
+
+
+@pytest.mark.parametrize("name", [["2mamba"], 2, {"a": 1}])
+def test_a_preset_that_is_no_text_is_refused(name):
+    with pytest.raises(ConfigError, match="preset must be the name of a mixer"):
+        resolve_mixer({"preset": name})
 
 
 @pytest.mark.parametrize(

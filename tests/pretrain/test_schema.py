@@ -74,6 +74,9 @@ def test_all_problems_come_in_one_message():
     [
         ({"model": {"hidden_size": 30, "num_heads": 4}}, "hidden_size 30 over num_heads 4 is not an even whole number"),
         ({"model": {"num_heads": 4, "num_kv_heads": 3}}, "num_heads 4 must be a multiple of num_kv_heads 3"),
+        ({"eval": {"position_buckets": [64, 32]}}, "eval.position_buckets: must be ascending without repeats"),
+        ({"model": {"rope_theta": float("inf")}}, "model.rope_theta: Input should be a finite number"),
+        ({"mixer": {"preset": ["2mamba"]}}, "mixer: preset must be the name of a mixer, got ['2mamba']"),
         ({"training": {"tokens": 100}}, "training.tokens is 100, less than one row of 256 tokens"),
         ({"model": {"context_length": 64}}, "model.context_length is 64, but rows have up to 256 tokens"),
         ({"recall": {"num_pairs": 5, "num_keys": 4}}, "num_pairs 5 needs as many different keys, num_keys is 4"),

@@ -29,7 +29,7 @@ from subquad.cli_common import (
 )
 from subquad.cli_eval import eval_app
 from subquad.cli_studies import studies_app
-from subquad.errors import SubquadError
+from subquad.errors import ConfigError, SubquadError
 
 if TYPE_CHECKING:
     from subquad.recipes.fields import Section
@@ -190,6 +190,8 @@ def mixers(
     from subquad.console import open_console
     from subquad.layers.listing import list_mixers, markdown_table, render_mixers
 
+    if markdown and as_json:
+        raise ConfigError("--json and --markdown are two forms of one list; give one of them")
     if markdown:
         typer.echo(markdown_table())
     elif as_json:

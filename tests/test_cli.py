@@ -131,6 +131,7 @@ def test_wrong_usage_exits_with_2(command, arguments, message):
         (("study", "theory-recall", "seeds=[]"), "seeds"),
         (("memory", "--dtype", "int8"), "dtype must be bfloat16 or float32, got 'int8'"),
         (("memory", "--head-dim", "7"), "head_dim must be an even number above 0, got 7"),
+        (("mixers", "--json", "--markdown"), "--json and --markdown are two forms of one list"),
         (("report", "absent"), "is no folder"),
         (("generate", "absent", "hello"), "'absent' does not exist"),
     ],

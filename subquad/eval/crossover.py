@@ -73,16 +73,24 @@ def measure_systems(
         progress: Called with (systems done, systems in all).
 
     Returns:
-        One entry per system and width, width by width.
+        One entry per system and width, width by width, without those a head is too narrow for.
     """
     found = []
+    total = sum(has_width(mixer, head_dim) for head_dim in head_dims for mixer in mixers.values())
     for head_dim in head_dims:
         kv_sizes = _kv_sizes(head_dim, lengths, dtype, longest_measured)
         for name, mixer in mixers.items():
+            if not has_width(mixer, head_dim):
+                continue
             found.append(_measure(name, mixer, head_dim, lengths, dtype, longest_measured, kv_sizes))
             if progress is not None:
-                progress(len(found), len(mixers) * len(head_dims))
+                progress(len(found), total)
     return found
+
+
+def has_width(mixer: MixerConfig, head_dim: int) -> bool:
+    """Return whether a system exists at a width of head: learned features cannot be wider than the head."""
+    return mixer.feature_dim is None or mixer.feature_dim <= head_dim
 
 
 def _kv_sizes(head_dim: int, lengths: Sequence[int], dtype: torch.dtype, longest_measured: int) -> dict[int, int]:
@@ -229,7 +237,9 @@ def _draw_width(axes: Axes, found: Sequence[SystemMemory]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     kv_sizes = found[0].kv_sizes
-    axes.plot(list(kv_sizes), list(kv_sizes.values()), color=BLACK, linewidth=2.2, label="softmax: key/value cache")
+    # over the systems that hold as much; first in the legend
+    label = "softmax: key/value cache"
+    axes.plot(list(kv_sizes), list(kv_sizes.values()), color=BLACK, linewidth=2.2, zorder=3, label=label)
     alike: dict[tuple[int, ...], list[SystemMemory]] = {}
     for each in found:
         alike.setdefault(tuple(each.sizes.values()), []).append(each)
@@ -242,7 +252,7 @@ def _draw_width(axes: Axes, found: Sequence[SystemMemory]) -> None:
         axes.plot(each.measured, [each.sizes[n] for n in each.measured], color=color, marker=".", linestyle="none")
         if each.crossover and min(kv_sizes) <= each.crossover <= max(kv_sizes):
             size = kv_sizes[min(kv_sizes)] / min(kv_sizes) * each.crossover
-            axes.plot([each.crossover], [size], color=color, marker="x", markersize=9, markeredgewidth=2)
+            axes.plot([each.crossover], [size], color=color, marker="x", markersize=9, markeredgewidth=2, zorder=4)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.yaxis.set_major_locator(LogLocator(base=4))
     axes.yaxis.set_minor_locator(NullLocator())

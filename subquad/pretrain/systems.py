@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +14,13 @@ import torch
 from rich.console import Console
 
 from subquad.convert.atomic import atomic_file
-from subquad.errors import ConfigError
+from subquad.errors import ConfigError, OutputError
 from subquad.eval.crossover import (
     HEAD_DIMS,
     LENGTHS,
     LONGEST_MEASURED,
     SystemMemory,
+    has_width,
     measure_systems,
     plot_systems,
     systems_table,
@@ -76,7 +78,8 @@ def report_memory(
 
     Args:
         folder: Where to write `memory.md`, `memory.png` and `memory.json`.
-        head_dims: Widths of a head.
+        head_dims: Widths of a head; a width given twice counts once. A system whose learned features are wider is left
+            out, which the table notes.
         lengths: Numbers of tokens.
         dtype: `bfloat16` or `float32`, of keys and values.
         longest_measured: Lengths up to this one are run; the others are computed.
@@ -96,11 +99,16 @@ def report_memory(
         problems.append(f"dtype must be bfloat16 or float32, got {dtype!r}")
     if problems:
         raise ConfigError("; ".join(problems))
+    table, data, picture = (folder / f"memory.{suffix}" for suffix in ("md", "json", "png"))
+    # before minutes of measuring
+    _require_writable(folder)
+    widths = list(dict.fromkeys(head_dims))
     kind = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    systems = pure_systems()
     with progress_bar("memory of every system", Console(stderr=True)) as advance:
         found = measure_systems(
-            pure_systems(),
-            head_dims=head_dims,
+            systems,
+            head_dims=widths,
             lengths=lengths,
             dtype=kind,
             longest_measured=longest_measured,
@@ -114,9 +122,27 @@ def report_memory(
                 each.head_dim,
                 ", ".join(map(str, each.differs)),
             )
-    table, data = folder / "memory.md", folder / "memory.json"
-    plot = plot_systems(found, kind, folder / "memory.png")
-    atomic_file(table, (systems_table(found) + "\n").encode())
+    plot = plot_systems(found, kind, picture)
+    notes = _left_out(systems, widths)
+    atomic_file(table, "\n".join([systems_table(found), *(f"\n{note}" for note in notes), ""]).encode())
     rows = {"dtype": dtype, "systems": [dataclasses.asdict(each) for each in found]}
     atomic_file(data, json.dumps(rows, indent=1).encode())
     return MemoryReport(found, table, plot, data)
+
+
+def _left_out(systems: Mapping[str, MixerConfig], widths: Sequence[int]) -> list[str]:
+    return [
+        f"{name} is left out at head_dim {width}: its feature_dim {mixer.feature_dim} is more than that."
+        for width in widths
+        for name, mixer in systems.items()
+        if not has_width(mixer, width)
+    ]
+
+
+def _require_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be written: {error}. Name another folder: -o FOLDER.") from error

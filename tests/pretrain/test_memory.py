@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 
-from subquad.eval.crossover import measure_systems, plot_systems, system_crossover, systems_table
+from subquad.errors import OutputError
+from subquad.eval.crossover import _draw_width, measure_systems, plot_systems, system_crossover, systems_table
+from subquad.eval.style import BLACK, new_figure
 from subquad.pretrain.mixers import scratch_mixer
 from subquad.pretrain.systems import pure_systems, report_memory
 
@@ -46,10 +48,40 @@ def test_report_writes_table_plot_and_json(tmp_path, head_dims):
     report = report_memory(tmp_path, head_dims=head_dims, lengths=[4, 32], longest_measured=4, dtype="float32")
     assert report.plot.path.read_bytes().startswith(b"\x89PNG")
     rows = json.loads(report.json.read_text())["systems"]
-    assert len(rows) == len(pure_systems()) * len(head_dims)
-    assert report.table.read_text().count("\n") == len(rows) + 2
+    missing = sum(mixer.feature_dim == 16 for mixer in pure_systems().values()) * head_dims.count(8)
+    assert missing
+    assert len(rows) == len(pure_systems()) * len(head_dims) - missing
+    assert report.table.read_text().count("\n| ") == len(rows)
+
+
+def test_what_a_head_is_too_narrow_for_is_left_out_with_a_note(tmp_path, monkeypatch):
+    systems = {"based": pure_systems()["based"], "mamba2s": pure_systems()["mamba2s"]}
+    monkeypatch.setattr("subquad.pretrain.systems.pure_systems", lambda: systems)
+    # a width given twice is measured once
+    report = report_memory(tmp_path, head_dims=[8, 16, 8], lengths=[4], longest_measured=4)
+    assert [(each.system, each.head_dim) for each in report.systems] == [("mamba2s", 8), ("based", 16), ("mamba2s", 16)]
+    note = "based is left out at head_dim 8: its feature_dim 16 is more than that."
+    assert report.table.read_text().splitlines()[-1] == note
+
+
+def test_a_file_in_place_of_the_folder_is_refused_before_measuring(tmp_path, monkeypatch):
+    monkeypatch.setattr("subquad.pretrain.systems.measure_systems", None)
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "inner"):
+        with pytest.raises(OutputError, match="cannot be written"):
+            report_memory(folder)
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_plot_marks_crossovers(tmp_path):
     found = measure_systems({"mamba2s": scratch_mixer("mamba2s")}, head_dims=[8], lengths=[2, 64], longest_measured=2)
     assert plot_systems(found, torch.bfloat16, tmp_path / "a.png").path.stat().st_size > 10_000
+
+
+def test_the_black_line_is_drawn_over_the_others():
+    found = measure_systems({"fox": scratch_mixer("fox")}, head_dims=[8], lengths=[2, 64], longest_measured=2)
+    _, axes = new_figure("", "", "")
+    _draw_width(axes, found)
+    black, *others = axes.lines
+    assert black.get_color() == BLACK
+    assert black.zorder > max(line.zorder for line in others)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +19,7 @@ from subquad.convert.export import export_student
 from subquad.convert.modelcard import ModelCard, write_model_card
 from subquad.convert.plan import ConversionPlan
 from subquad.distill import StageResult, build_token_dataset
+from subquad.errors import ConfigError, DataError, OutputError
 from subquad.eval.loss import POSITION_BUCKETS, Row, evaluate_loss
 from subquad.eval.records import Metric
 from subquad.eval.storage import collect_versions, device_name, git_commit
@@ -136,7 +139,15 @@ class PretrainRun:
 
     def held_out_rows(self) -> list[Row]:
         """Return the held-out rows of text, the same for every run with the same data and tokenizer."""
-        return list(self._text_rows("eval", self.recipe.eval_seq_len, self.recipe.eval.tokens, _EVAL_ROW_SEED))
+        return list(self._held_out())
+
+    def _held_out(self) -> Dataset | IterableDataset:
+        return self._text_rows("eval", self.recipe.eval_seq_len, self.recipe.eval.tokens, _EVAL_ROW_SEED)
+
+    def check_held_out(self) -> None:
+        """Make the held-out rows, so that text that is missing or too short is refused before the training."""
+        if self.recipe.recall is None and self.state.is_main_process:
+            self._held_out()
 
     def trained(self) -> tuple[SubquadLlamaForCausalLM, StageResult]:
         """Return the trained model and what training did, from where an interrupted one stopped."""
@@ -198,10 +209,12 @@ def run_pretrain(
         if state.is_main_process:
             run.folder.claim(recipe, fresh=not resume)
         state.wait_for_everyone()
-        # by every process: the others wait while the main one trains it, and the main one alone measures
-        tokenizer = run.tokenizer
-        if not run.folder.finished("export"):
-            _train_and_export(run, tokenizer)
+        with _unclaimed_if_untrained(run):
+            # by every process: the others wait while the main one trains it, and the main one alone measures
+            tokenizer = run.tokenizer
+            if not run.folder.finished("export"):
+                run.check_held_out()
+                _train_and_export(run, tokenizer)
         if not state.is_main_process:
             return None
         if not run.folder.finished("evaluate"):
@@ -213,9 +226,26 @@ def run_pretrain(
         return load_pretrain_results(run.folder.path)
 
 
+@contextmanager
+def _unclaimed_if_untrained(run: PretrainRun) -> Iterator[None]:
+    """Clear the folder of a run whose data or settings were refused, so that it is not in the mended recipe's way."""
+    try:
+        yield
+    except (ConfigError, DataError):
+        trained = run.folder.work_dir(STAGE).exists() or run.folder.stages_dir.exists()
+        if run.state.is_main_process and not trained:
+            run.folder.clear()
+        raise
+
+
 def _train_and_export(run: PretrainRun, tokenizer: PreTrainedTokenizerBase | None) -> None:
     # the exported checkpoint is what counts: without it the trained weights are read from their last checkpoint
     model, result = run.trained()
+    if run.state.is_main_process and not math.isfinite(result.last_loss):
+        raise OutputError(
+            f"{run.folder.log_file} has no losses of this training, although its checkpoints are there. Put the log "
+            f"back, or remove {run.folder.work_dir(STAGE)} and run the same command again to train anew."
+        )
     run.console.print(
         f"{run.recipe.name}: {result.tokens:,} tokens, loss {result.first_loss:.4f} → {result.last_loss:.4f}."
     )
@@ -231,7 +261,7 @@ def _train_and_export(run: PretrainRun, tokenizer: PreTrainedTokenizerBase | Non
 def _measure(run: PretrainRun, plan: ConversionPlan) -> PretrainResults:
     """Measure the exported checkpoint, read back."""
     recipe, recall = run.recipe, run.recipe.recall
-    model = SubquadLlamaForCausalLM.from_pretrained(run.model_dir).eval().to(run.state.device)
+    model = _exported(run).to(run.state.device)
     cache_bytes, kv_bytes = plan.total_cache_bytes(plan.lengths[-1])
     facts = run.folder.result("train")
     loss, by_position = (None, []) if recall is not None else _text_loss(run, model)
@@ -257,6 +287,18 @@ def _measure(run: PretrainRun, plan: ConversionPlan) -> PretrainResults:
         command=run.command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _exported(run: PretrainRun) -> SubquadLlamaForCausalLM:
+    try:
+        return SubquadLlamaForCausalLM.from_pretrained(run.model_dir).eval()
+    except Exception as error:
+        # damaged files make the readers raise errors of several unrelated classes
+        first_line = (str(error).strip() or repr(error)).splitlines()[0]
+        raise OutputError(
+            f"the exported model {run.model_dir} cannot be read: {first_line}. Remove {run.model_dir} and run the same "
+            "command again: it is written anew from the last checkpoint."
+        ) from error
 
 
 def _text_loss(run: PretrainRun, model: PreTrainedModel) -> tuple[Metric, list[BucketLoss]]:

@@ -34,7 +34,7 @@ def provide_tokenizer(section: TokenizerSection, source: TextSource, folder: Pat
 
     Raises:
         DataError: an existing tokenizer cannot be loaded, or the text cannot be read or is too little.
-        OutputError: the folder holds a tokenizer of other settings, or cannot be written.
+        OutputError: the folder holds a tokenizer of other settings or a damaged one, or cannot be written.
     """
     if section.source is not None:
         return _load(section.source)
@@ -44,7 +44,7 @@ def provide_tokenizer(section: TokenizerSection, source: TextSource, folder: Pat
     folder.parent.mkdir(parents=True, exist_ok=True)
     # runs of one study may share the folder: one trains, the others wait for it
     with FileLock(folder.with_name(f".{folder.name}.lock")):
-        if (folder / _SETTINGS_FILE).is_file():
+        if holds_trained_tokenizer(folder):
             _refuse_other_settings(folder, settings)
         else:
             tokenizer = train_tokenizer(source, vocab_size, train_bytes)
@@ -52,7 +52,18 @@ def provide_tokenizer(section: TokenizerSection, source: TextSource, folder: Pat
                 tokenizer.save_pretrained(staged)
                 (staged / _SETTINGS_FILE).write_text(json.dumps(settings, indent=1), encoding="utf-8")
     # as later runs get it, so that a resumed run cannot differ from the first
-    return _load(str(folder))
+    try:
+        return _read(str(folder))
+    except Exception as error:  # as in _load
+        raise OutputError(
+            f"the trained tokenizer {folder} cannot be read: {_first_line(error)}. Remove {folder} and run the same "
+            "command again: the same text gives the same tokenizer."
+        ) from error
+
+
+def holds_trained_tokenizer(folder: Path) -> bool:
+    """Return whether `provide_tokenizer` has trained the tokenizer of a folder."""
+    return (folder / _SETTINGS_FILE).is_file()
 
 
 def train_tokenizer(source: TextSource, vocab_size: int, train_bytes: int) -> PreTrainedTokenizerFast:
@@ -101,18 +112,25 @@ def _texts(source: TextSource, train_bytes: int) -> Iterator[str]:
 
 
 def _load(source: str) -> PreTrainedTokenizerBase:
-    path = Path(source)
     try:
-        if path.is_file():
-            return PreTrainedTokenizerFast(tokenizer_file=str(path))
-        return AutoTokenizer.from_pretrained(source)
+        return _read(source)
     except Exception as error:
         # the readers raise errors of several unrelated classes for one reason: there is no tokenizer to be had
-        first_line = (str(error).strip() or repr(error)).splitlines()[0]
         raise DataError(
-            f"the tokenizer {source} cannot be loaded: {first_line}. Give a folder with a tokenizer's files, a "
+            f"the tokenizer {source} cannot be loaded: {_first_line(error)}. Give a folder with a tokenizer's files, a "
             "tokenizer.json or a hub id as tokenizer.source, or leave it out to train one"
         ) from error
+
+
+def _read(source: str) -> PreTrainedTokenizerBase:
+    path = Path(source)
+    if path.is_file():
+        return PreTrainedTokenizerFast(tokenizer_file=str(path))
+    return AutoTokenizer.from_pretrained(source)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def _refuse_other_settings(folder: Path, settings: dict[str, object]) -> None:

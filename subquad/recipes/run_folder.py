@@ -18,12 +18,14 @@ from subquad.recipes.loader import load_recipe, recipe_to_yaml
 STAGES = ("plan", "convert", "calibrate", "baseline", "stage1", "stage2", "export", "evaluate", "suite", "report")
 RECIPE_FILE = "recipe.yaml"
 LOCK_FILE = ".lock"
-# everything a run writes; `--fresh` removes these and nothing else
+# everything a run writes; `--fresh` removes these and nothing else, the recipe last: without it the rest is nobody's
 _CONTENT = (
-    RECIPE_FILE, "log.jsonl", "stages", "checkpoints", "tensorboard", "student", "model", "tokenizer",
-    ".tokenizer.lock", "report.md", "report.html", "results.json", "plots", RECORDS_FOLDER,
+    "stages", "log.jsonl", "checkpoints", "tensorboard", "student", "model", "tokenizer",
+    ".tokenizer.lock", "report.md", "report.html", "results.json", "plots", RECORDS_FOLDER, RECIPE_FILE,
 )  # fmt: skip
 
+# what a marker must hold
+_MARKER: dict[str, type | tuple[type, ...]] = {"seconds": (int, float), "files": list, "result": dict}
 _ABSENT = object()
 _LONGEST_VALUE = 60
 
@@ -91,25 +93,45 @@ class RunFolder:
             OutputError: the folder holds another run or other files (they are left as they are), or cannot be written.
         """
         recipe_file = self.path / RECIPE_FILE
-        try:
-            if fresh and recipe_file.exists():
-                self._clear()
-            occupied = self.path.exists() and any(entry.name != LOCK_FILE for entry in self.path.iterdir())
-        except OSError as error:
-            raise OutputError(f"{self.path} cannot be used as the folder of a run: {error}") from error
+        if fresh:
+            self.clear()
+        self.refuse_other_files()
         if recipe_file.exists():
             recorded = self._recorded_recipe(recipe, recipe_file)
             if _tasks_of(recorded) != _tasks_of(recipe):
                 for stage in self.stages[self.stages.index("suite") :]:
                     (self.stages_dir / f"{stage}.json").unlink(missing_ok=True)
                 atomic_file(recipe_file, recipe_to_yaml(recipe).encode())
-        elif occupied:
+        else:
+            atomic_file(recipe_file, recipe_to_yaml(recipe).encode())
+
+    def clear(self) -> None:
+        """Remove an earlier run's files, whatever its recipe, and nothing else; hold the folder's lock.
+
+        Raises:
+            OutputError: they cannot be removed.
+        """
+        try:
+            if self.claimed:
+                self._clear()
+        except OSError as error:
+            raise OutputError(f"{self.path} cannot be used as the folder of a run: {error}") from error
+
+    def refuse_other_files(self) -> None:
+        """Refuse a folder that is no run's and holds files.
+
+        Raises:
+            OutputError: it holds other files, is a file, or cannot be read.
+        """
+        try:
+            occupied = self.path.exists() and not all(map(_is_claiming, self.path.iterdir()))
+        except OSError as error:
+            raise OutputError(f"{self.path} cannot be used as the folder of a run: {error}") from error
+        if occupied and not self.claimed:
             raise OutputError(
                 f"{self.path} holds files that are not a run's, and is left as it is. "
                 "Name another folder: output_dir=FOLDER."
             )
-        else:
-            atomic_file(recipe_file, recipe_to_yaml(recipe).encode())
 
     def finished(self, stage: str) -> bool:
         """Return whether a stage and all before it are finished."""
@@ -161,7 +183,10 @@ class RunFolder:
     def _marker(self, stage: str) -> dict[str, Any] | None:
         path = self.stages_dir / f"{stage}.json"
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            marker = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(marker, dict) or not all(isinstance(marker.get(key), of) for key, of in _MARKER.items()):
+                raise ValueError(f"it must hold {', '.join(_MARKER)}")
+            return marker
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -195,6 +220,11 @@ class RunFolder:
         return recorded
 
 
+def _is_claiming(entry: Path) -> bool:
+    """Return whether a process that is about to claim the folder has made this."""
+    return entry.name == LOCK_FILE or (entry.name.startswith(f".{RECIPE_FILE}.") and entry.suffix == ".part")
+
+
 def _tasks_of(recipe: Section) -> object:
     """Return the tasks measured at the end; None where a kind of recipe has none."""
     return getattr(getattr(recipe, "eval", None), "suite", None)
@@ -214,15 +244,29 @@ def recipe_differences(recorded: Section, wanted: Section) -> list[str]:
     """
     left_out: dict[str, Any] = {"output_dir": True, "eval": {"suite"}}
     old, new = (recipe.model_dump(mode="json", exclude=left_out) for recipe in (recorded, wanted))
-    return list(_differences(old, new, ""))
+    return content_differences(old, new)
 
 
-def _differences(old: object, new: object, path: str) -> Iterator[str]:
+def content_differences(old: Mapping[str, Any], new: Mapping[str, Any], there: str = "there") -> list[str]:
+    """Return what differs between two recipes as plain mappings, one line per key.
+
+    Args:
+        old: the one compared with.
+        new: the one at hand.
+        there: what the line calls the place of `old`.
+
+    Returns:
+        Lines `path: old value there, new value here`.
+    """
+    return [f"{path}: {_show(before)} {there}, {_show(now)} here" for path, before, now in _differences(old, new, "")]
+
+
+def _differences(old: object, new: object, path: str) -> Iterator[tuple[str, object, object]]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in dict.fromkeys((*old, *new)):
             yield from _differences(old.get(key, _ABSENT), new.get(key, _ABSENT), f"{path}.{key}" if path else key)
     elif old != new:
-        yield f"{path}: {_show(old)} there, {_show(new)} here"
+        yield path, old, new
 
 
 def _show(value: object) -> str:

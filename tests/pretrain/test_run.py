@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from subquad.distill import newest_valid_checkpoint
 from subquad.distill.callbacks import read_log
 from subquad.distill.objectives import LogitObjective
 from subquad.distill.trainer import DistillTrainer
-from subquad.errors import ConfigError, OutputError, TrainingError
+from subquad.errors import ConfigError, DataError, OutputError, TrainingError
 from subquad.pretrain.model import build_model, plan_model
 from subquad.pretrain.results import load_pretrain_results
 from subquad.pretrain.run import run_pretrain
@@ -89,6 +90,64 @@ def test_a_lost_checkpoint_is_made_again(make_recipe):
     (recipe.run_dir / "model").rename(recipe.run_dir / "elsewhere")
     again = run_pretrain(recipe)
     assert again.loss == first.loss
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_damaged_export_is_to_be_removed_and_is_made_again(make_recipe, name):
+    recipe = make_recipe()
+    first = run_pretrain(recipe)
+    (recipe.run_dir / "stages" / "evaluate.json").unlink()
+    file = recipe.run_dir / "model" / name
+    file.write_bytes(file.read_bytes()[:40])
+    with pytest.raises(OutputError, match=rf"model cannot be read: .*\. Remove {recipe.run_dir / 'model'} and run"):
+        run_pretrain(recipe)
+    shutil.rmtree(recipe.run_dir / "model")
+    assert run_pretrain(recipe).loss == first.loss
+
+
+def test_a_lost_log_is_no_nan(make_recipe):
+    recipe = make_recipe()
+    run_pretrain(recipe)
+    shutil.rmtree(recipe.run_dir / "model")
+    (recipe.run_dir / "log.jsonl").unlink()
+    checkpoints = recipe.run_dir / "checkpoints" / "pretrain"
+    with pytest.raises(OutputError, match=rf"log.jsonl has no losses of this training.*remove {checkpoints}"):
+        run_pretrain(recipe)
+    shutil.rmtree(checkpoints)
+    assert math.isfinite(run_pretrain(recipe).train_loss)
+
+
+def test_what_is_refused_before_training_is_not_in_the_way_of_its_mend(make_recipe, texts, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("the heron stands.\n")
+    good = make_recipe().model_dump(mode="json")
+    eval_text = {"kind": "text", "paths": [str(short)]}
+    for changes in (
+        {"tokenizer": {"vocab_size": 5000}},
+        {"tokenizer": {"source": str(tmp_path / "absent")}},
+        {"data": {**good["data"], "eval": eval_text}},
+        {"training": {**good["training"], "batch_size": 10_000}},
+    ):
+        recipe = make_recipe(**changes)
+        with pytest.raises(DataError):
+            run_pretrain(recipe)
+        assert {path.name for path in recipe.run_dir.iterdir()} <= {".lock"}, changes
+    assert run_pretrain(make_recipe()).loss.value > 0
+
+
+def test_refused_data_takes_no_training_away(make_recipe, monkeypatch):
+    recipe = make_recipe()
+    run_pretrain(recipe)
+    shutil.rmtree(recipe.run_dir / "model")
+    shutil.rmtree(recipe.run_dir / "stages")
+
+    def missing(self):
+        raise DataError("the text is gone")
+
+    monkeypatch.setattr("subquad.pretrain.run.PretrainRun.training_rows", missing)
+    with pytest.raises(DataError):
+        run_pretrain(recipe)
+    assert newest_valid_checkpoint(recipe.run_dir / "checkpoints" / "pretrain") is not None
 
 
 def test_softmax_and_hybrids_are_trained_by_the_same_path(make_recipe):

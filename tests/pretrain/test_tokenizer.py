@@ -1,5 +1,7 @@
 """The byte-level BPE that is trained on the training text."""
 
+import shutil
+
 import pytest
 
 from subquad.distill import TextSource
@@ -55,3 +57,14 @@ def test_an_existing_tokenizer_is_taken_as_it_is(source, tmp_path):
         taken = provide_tokenizer(TokenizerSection(source=str(path)), source, tmp_path / "unused")
         assert taken.get_vocab() == trained.get_vocab()
     assert not (tmp_path / "unused").exists()
+
+
+def test_a_damaged_tokenizer_of_our_own_is_to_be_removed(source, tmp_path):
+    section, folder = TokenizerSection(vocab_size=270), tmp_path / "a"
+    trained = provide_tokenizer(section, source, folder)
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text()[:100])
+    with pytest.raises(OutputError, match=rf"cannot be read: .*\. Remove {folder} and run the same command again"):
+        provide_tokenizer(section, source, folder)
+    shutil.rmtree(folder)
+    assert provide_tokenizer(section, source, folder).get_vocab() == trained.get_vocab()

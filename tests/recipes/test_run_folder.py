@@ -96,6 +96,39 @@ def test_markers_that_are_missing_or_damaged(folder):
         folder.finished("plan")
 
 
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", "3", '{"seconds": 1, "files": []}', '{"seconds": "1", "files": [], "result": {}}']
+)
+def test_markers_without_what_they_must_hold(folder, text):
+    folder.claim(load_recipe("demo"))
+    folder.stages_dir.mkdir()
+    (folder.stages_dir / "plan.json").write_text(text)
+    with pytest.raises(OutputError, match=r"plan.json is damaged: it must hold seconds, files, result\. Remove it"):
+        folder.finished("plan")
+
+
+def test_clearing_that_is_killed_can_be_repeated(folder, monkeypatch):
+    folder.claim(load_recipe("demo"))
+    folder.finish("plan", {}, seconds=1.0)
+    folder.student_dir.mkdir()
+
+    def kill(path):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("subquad.recipes.run_folder.shutil.rmtree", kill)
+        with pytest.raises(KeyboardInterrupt):
+            folder.clear()
+    folder.claim(load_recipe("demo", ["seed=3"]), fresh=True)
+    assert not folder.student_dir.exists()
+
+
+def test_a_process_that_is_about_to_claim_the_folder_is_no_foreign_file(folder):
+    folder.path.mkdir()
+    (folder.path / ".recipe.yaml.12.part").touch()
+    folder.refuse_other_files()
+
+
 def test_every_stage_has_its_place():
     assert STAGES[0] == "plan"
     assert STAGES[-1] == "report"

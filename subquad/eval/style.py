@@ -93,6 +93,16 @@ def with_error(value: float, standard_error: float | None, decimals: int = 4, si
     return f"{value:{sign}.{decimals}f}{error}"
 
 
+def table_cell(text: str) -> str:
+    """Return text as it stands in a cell of a Markdown table, on one line."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def plain_label(text: str) -> str:
+    """Return text that matplotlib draws as it is, without reading a formula between dollar signs."""
+    return text.replace("$", r"\$")
+
+
 def format_bytes(num_bytes: float) -> str:
     """Return a number of bytes with a binary unit, three significant digits: `1.25 MiB`."""
     value, unit = float(num_bytes), 0

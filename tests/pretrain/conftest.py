@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from subquad.pretrain.schema import PretrainRecipe
+from subquad.pretrain.study.schema import StudyRecipe
 from subquad.recipes.schema import parse_section
 
 from .tiny import base_content, write_texts
@@ -52,5 +53,26 @@ def recall_recipe(tmp_path):
             **changes,
         }
         return parse_section(PretrainRecipe, content, origin="recipe")
+
+    return make
+
+
+@pytest.fixture
+def make_study(texts, tmp_path):
+    def make(**changes) -> StudyRecipe:
+        content = {
+            "name": "little",
+            "output_dir": str(tmp_path / "study"),
+            "seeds": [0, 1],
+            "reference": "softmax",
+            "base": base_content(texts),
+            "arms": {
+                "softmax": {"mixer": "softmax"},
+                "plain": {"mixer": {"score": "power", "order": 1, "normaliser": "rms"}, "label": "linear + norm"},
+            },
+            "expected": [["plain"], ["softmax"]],
+            **changes,
+        }
+        return parse_section(StudyRecipe, content, origin="study")
 
     return make

@@ -7,41 +7,21 @@ import pytest
 import yaml
 from filelock import FileLock
 
-from subquad.errors import ConfigError, OutputError
+import subquad.pretrain.study.run as study_run
+from subquad.errors import ConfigError
 from subquad.eval.records import Metric
 from subquad.pretrain.results import PretrainResults
+from subquad.pretrain.study.plots import plot_losses, plot_recall
 from subquad.pretrain.study.run import run_study
-from subquad.pretrain.study.schema import StudyRecipe, choose_arms, load_study, study_recipes
+from subquad.pretrain.study.schema import choose_arms, load_study, study_recipes
 from subquad.pretrain.study.summary import Spread, compare_order, summarise_arms
 from subquad.pretrain.study.table import format_spread, render_study
 from subquad.recipes.library import packaged_recipes
 from subquad.recipes.run_folder import LOCK_FILE
-from subquad.recipes.schema import parse_section
 
 from .tiny import base_content
 
 PNG = b"\x89PNG"
-
-
-@pytest.fixture
-def make_study(texts, tmp_path):
-    def make(**changes) -> StudyRecipe:
-        content = {
-            "name": "little",
-            "output_dir": str(tmp_path / "study"),
-            "seeds": [0, 1],
-            "reference": "softmax",
-            "base": base_content(texts),
-            "arms": {
-                "softmax": {"mixer": "softmax"},
-                "plain": {"mixer": {"score": "power", "order": 1, "normaliser": "rms"}, "label": "linear + norm"},
-            },
-            "expected": [["plain"], ["softmax"]],
-            **changes,
-        }
-        return parse_section(StudyRecipe, content, origin="study")
-
-    return make
 
 
 def results(seed: int, loss: float | None = None, recall: dict[int, float] | None = None) -> PretrainResults:
@@ -101,15 +81,13 @@ def test_finished_runs_are_kept_and_only_the_rest_is_trained(make_study, monkeyp
     first = run_study(make_study(seeds=[0]), arms=["plain"])
     before = json.loads(first.results.read_text())["rows"]
     trained = []
-    import subquad.pretrain.study.run as module
-
-    run = module.run_pretrain
+    run = study_run.run_pretrain
 
     def spy(recipe, **kwargs):
         trained.append((recipe.name, recipe.seed))
         return run(recipe, **kwargs)
 
-    monkeypatch.setattr(module, "run_pretrain", spy)
+    monkeypatch.setattr(study_run, "run_pretrain", spy)
     second = run_study(make_study())
     assert sorted(trained) == [("little-plain", 1), ("little-softmax", 0), ("little-softmax", 1)]
     assert before[0] in json.loads(second.results.read_text())["rows"]
@@ -118,15 +96,6 @@ def test_finished_runs_are_kept_and_only_the_rest_is_trained(make_study, monkeyp
     assert trained == []
     run_study(make_study(), arms=["plain"], resume=False)
     assert sorted(trained) == [("little-plain", 0), ("little-plain", 1)]
-
-
-def test_runs_of_another_recipe_are_refused_before_anything_is_trained(make_study, texts):
-    run_study(make_study(seeds=[0]), arms=["plain"])
-    longer = base_content(texts)
-    longer["training"]["tokens"] *= 2
-    with pytest.raises(OutputError, match=r"plain, seed 0: training\.tokens: 640 there, 1280 here"):
-        run_study(make_study(base=longer))
-    assert not (make_study().run_dir / "arms" / "softmax").exists()
 
 
 def test_a_run_another_process_works_on_is_left_to_it(make_study):
@@ -176,6 +145,14 @@ def test_a_problem_of_the_base_is_said_once(make_study, texts):
         ({"seeds": [1, 1]}, "seeds has repeats"),
         ({"base": {"mixer": "softmax", "seed": 1}}, "base sets seed, mixer; the study and its arms set these"),
         ({"arms": {"a b": {"mixer": "softmax"}}}, "arms"),
+        (
+            {"arms": {"softmax": {"mixer": "softmax", "changes": {"seed": 7, "mixer": "fox"}}}, "expected": []},
+            r"arms\.softmax\.changes sets seed, mixer; the study and its arms set these",
+        ),
+        (
+            {"arms": {"softmax": {"mixer": "softmax"}, "b": {"mixer": "fox", "label": "softmax"}}, "expected": []},
+            "the label 'softmax' stands for several arms: softmax, b",
+        ),
     ],
 )
 def test_a_study_that_breaks_rules_is_refused(make_study, changes, message):
@@ -189,6 +166,44 @@ def test_changes_of_an_arm_leave_the_rest_of_a_section(make_study):
     assert [recipe.seed for recipe in recipes] == [0, 1]
     assert recipes[0].training.learning_rate == 0.5
     assert recipes[0].training.batch_size == 2
+
+
+@pytest.mark.parametrize(
+    "changes, line",
+    [
+        ({"tokenizer": {"vocab_size": 280}}, "tokenizer.vocab_size: 270 in softmax, 280 here"),
+        ({"data": {"train": {"paths": ["other.txt"]}}}, "data.train.paths: "),
+        ({"data": {"eval": {"paths": ["other.txt"]}}}, "data.eval.paths: "),
+        ({"eval": {"tokens": 64}}, "eval.tokens: 256 in softmax, 64 here"),
+        ({"data": {"seq_len": 64}}, "eval.seq_len: 32 in softmax, 64 here"),
+        ({"recall": {"eval_lengths": [32]}, "tokenizer": None}, "recall: recall cannot be compared with the text of "),
+    ],
+)
+def test_arms_that_cannot_be_compared_are_refused(make_study, texts, changes, line):
+    base = {key: value for key, value in base_content(texts).items() if key != "tokenizer" or changes.get(key, value)}
+    other = {"mixer": "fox", "changes": {key: value for key, value in changes.items() if value is not None}}
+    arms = {"softmax": {"mixer": "softmax"}, "other": other}
+    study = make_study(base=base, arms=arms, expected=[])
+    # alone, too: the table of the study is one
+    for chosen in (["softmax", "other"], ["other"]):
+        with pytest.raises(ConfigError) as caught:
+            study_recipes(study, chosen)
+        assert f"  other: {line}" in str(caught.value)
+    study_recipes(study, ["softmax"])
+
+
+def test_other_recall_than_the_references_is_refused(make_study):
+    base = {"model": {"hidden_size": 16, "num_heads": 2}, "data": {"seq_len": 32}, "recall": {"eval_lengths": [32, 64]}}
+    arms = {"softmax": {"mixer": "softmax"}, "other": {"mixer": "fox", "changes": {"recall": {"eval_lengths": [48]}}}}
+    with pytest.raises(ConfigError, match=r"other: recall\.eval_lengths: \[32, 64\] in softmax, \[48\] here"):
+        study_recipes(make_study(base=base, arms=arms, expected=[]), ["softmax", "other"])
+
+
+def test_arms_may_be_trained_differently(make_study):
+    changes = {"training": {"learning_rate": 0.5}, "model": {"num_layers": 1}, "data": {"seq_len": 64}}
+    arms = {"softmax": {"mixer": "softmax"}, "other": {"mixer": "fox", "changes": {**changes, "eval": {"seq_len": 32}}}}
+    recipes = study_recipes(make_study(arms=arms, expected=[]), ["softmax", "other"])
+    assert recipes["other"][0].data.seq_len == 64
 
 
 def test_order_is_judged_by_paired_differences(make_study):
@@ -220,6 +235,40 @@ def test_one_seed_has_no_spread(make_study):
     assert summaries[1].loss == Spread(3.0, None, (3.0,))
     assert compare_order(study, summaries)[0].verdict == "agrees (one seed)"
     assert "Only some of the seeds are finished: softmax, linear + norm." in render_study(study, summaries, [], None)
+
+
+@pytest.mark.parametrize("seeds, verdict", [((0,), "equal (one seed)"), ((0, 1), "equal")])
+def test_arms_that_are_equal_are_not_reversed(make_study, seeds, verdict):
+    study = make_study()
+    rows = {arm: {seed: results(seed, 2.0 + seed) for seed in seeds} for arm in ("plain", "softmax")}
+    steps = compare_order(study, summarise_arms(study, rows))
+    assert [step.verdict for step in steps] == [verdict]
+    text = render_study(study, summarise_arms(study, rows), steps, None)
+    assert "1 steps: in the papers' direction 0, reversed 0, within the spread 0, equal 1." in text
+
+
+@pytest.mark.parametrize("kind", ["loss", "recall"])
+def test_labels_are_written_and_drawn_as_they_are(make_study, tmp_path, kind):
+    label = "a|b, $x^{$ and $y"
+    arms = {"softmax": {"mixer": "softmax", "label": "the $\\bad$ one", "group": "$\\bad$"}}
+    study = make_study(arms={**arms, "plain": {"mixer": "fox", "label": label, "group": "$x$"}})
+    values = {"loss": 2.0} if kind == "loss" else {"recall": {8: 0.5, 16: 0.25}}
+    rows = {arm: {0: results(0, **values)} for arm in ("plain", "softmax")}
+    summaries = summarise_arms(study, rows)
+    lines = render_study(study, summaries, compare_order(study, summaries), None).splitlines()
+    row, step = (
+        next(line for line in lines if line.startswith("| a\\|b, $x^{$ and $y |") and test in line)
+        for test in ("100", "equal")
+    )
+    for line, head in ((row, "| arm |"), (step, "| worse in the papers |")):
+        heads = next(found for found in lines if found.startswith(head))
+        assert line.replace("\\|", "").count("|") == heads.count("|")
+    path = tmp_path / "plot.png"
+    if kind == "loss":
+        plot_losses(study, summaries, path)
+    else:
+        plot_recall(study, summaries, 8, 0.1, path)
+    assert path.read_bytes().startswith(PNG)
 
 
 def test_recall_is_judged_by_its_errors(make_study):

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from subquad.eval.plots import Plot
-from subquad.eval.style import BLACK, BLUE, GREEN, GREY, ORANGE, RED, new_figure, save_figure
+from subquad.eval.style import BLACK, BLUE, GREEN, GREY, ORANGE, RED, new_figure, plain_label, save_figure
 from subquad.pretrain.study.schema import StudyRecipe
 from subquad.pretrain.study.summary import ArmSummary
 
@@ -41,11 +41,14 @@ def plot_losses(study: StudyRecipe, arms: Sequence[ArmSummary], path: Path) -> P
         axes.errorbar(arm.loss.mean, row, xerr=arm.loss.deviation or 0.0, color=color, marker="o", capsize=3)
         if arm.arm == study.reference:
             axes.axvline(arm.loss.mean, color=BLACK, linewidth=1, linestyle=":")
-    axes.set_yticks(range(len(arms)), [arm.label for arm in arms])
+    axes.set_yticks(range(len(arms)), [plain_label(arm.label) for arm in arms])
     axes.invert_yaxis()
     groups = [group for group in colors if group]
     if len(groups) > 1:
-        handles = [Line2D([], [], color=colors[group], marker="o", linestyle="none", label=group) for group in groups]
+        handles = [
+            Line2D([], [], color=colors[group], marker="o", linestyle="none", label=plain_label(group))
+            for group in groups
+        ]
         axes.legend(handles=handles, frameon=False, fontsize=9)
     save_figure(figure, path)
     caption = "Points are means over seeds, bars one standard deviation, ticks the seeds."
@@ -78,7 +81,9 @@ def plot_recall(
         means = [arm.recall[length].mean for length in lengths]
         errors = [arm.recall[length].deviation or 0.0 for length in lengths]
         color, marker = colors[index % len(colors)], _MARKERS[index % len(_MARKERS)]
-        axes.errorbar(lengths, means, errors, color=color, marker=marker, linewidth=2, capsize=3, label=arm.label)
+        axes.errorbar(
+            lengths, means, errors, color=color, marker=marker, linewidth=2, capsize=3, label=plain_label(arm.label)
+        )
     _mark_training(axes, trained_length, chance)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))

@@ -13,6 +13,7 @@ from subquad.pretrain.model import plan_model
 from subquad.pretrain.schema import PretrainRecipe
 from subquad.recipes.fields import RunSection, Section, Seed
 from subquad.recipes.loader import load_content, merge_content
+from subquad.recipes.run_folder import content_differences
 from subquad.recipes.schema import parse_section
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -29,7 +30,8 @@ class ArmSection(Section):
         label: what the table calls it; None is its name.
         group: arms of one group share a colour in the plot.
         paper_loss: the loss the papers report for it, nats per token, at their own size; None where they do not.
-        changes: sections of the base recipe with other values (`{training: {learning_rate: 0.001}}`).
+        changes: sections of the base recipe with other values (`{training: {learning_rate: 0.001}}`); not of text,
+            tokenizer, recall and held-out rows, which arms that are compared share.
     """
 
     mixer: str | dict[str, Any]
@@ -70,6 +72,16 @@ class StudyRecipe(RunSection):
         own = [key for key in _OWN_KEYS if key in self.base]
         if own:
             problems.append(f"base sets {', '.join(own)}; the study and its arms set these")
+        for name, arm in self.arms.items():
+            own = [key for key in _OWN_KEYS if key in arm.changes]
+            if own:
+                problems.append(f"arms.{name}.changes sets {', '.join(own)}; the study and its arms set these")
+        labels = [self.label(arm) for arm in self.arms]
+        problems += [
+            f"the label {label!r} stands for several arms: {', '.join(a for a in self.arms if self.label(a) == label)}"
+            for label in dict.fromkeys(labels)
+            if labels.count(label) > 1
+        ]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -133,14 +145,18 @@ def study_recipes(study: StudyRecipe, arms: Sequence[str]) -> dict[str, list[Pre
         Arm to its recipes in the order of the seeds.
 
     Raises:
-        ConfigError: every problem of every arm: values that break rules, parts that do not fit.
+        ConfigError: every problem of every arm: values that break rules, parts that do not fit, other text, tokenizer,
+            recall or held-out rows than the reference's.
     """
     recipes: dict[str, list[PretrainRecipe]] = {}
+    reference = _reference_recipe(study, arms)
     problems: dict[str, list[str]] = {}
     for arm in arms:
         try:
             recipes[arm] = [_arm_recipe(study, arm, seed) for seed in study.seeds]
             plan_model(recipes[arm][0])
+            for line in [] if reference is None else _unlike(recipes[arm][0], *reference):
+                problems.setdefault(line, []).append(arm)
         except ConfigError as error:
             first, *rest = str(error).splitlines()
             for line in rest or [first]:
@@ -152,6 +168,35 @@ def study_recipes(study: StudyRecipe, arms: Sequence[str]) -> dict[str, list[Pre
         hint = f"\nThe others can run alone: --arms {','.join(fine)}" if fine else ""
         raise ConfigError(f"study {study.name} cannot run, {len(broken)} of {len(arms)} arms:\n{listed}{hint}")
     return recipes
+
+
+def _reference_recipe(study: StudyRecipe, arms: Sequence[str]) -> tuple[PretrainRecipe, str] | None:
+    """Return the recipe that all arms must be comparable with: the reference's, or the first that is valid."""
+    for arm in (study.reference, *arms):
+        try:
+            return _arm_recipe(study, arm, study.seeds[0]), arm
+        except ConfigError:  # said where the arm itself is checked
+            continue
+    return None
+
+
+def _unlike(recipe: PretrainRecipe, reference: PretrainRecipe, name: str) -> list[str]:
+    """Return what keeps two arms from being compared: their shared tokenizer, and what they are measured on."""
+    if (recipe.recall is None) != (reference.recall is None):
+        kinds = [("text" if each.recall is None else "recall") for each in (recipe, reference)]
+        return [f"recall: {kinds[0]} cannot be compared with the {kinds[1]} of {name}; make it a study of its own"]
+    found = content_differences(_measured_on(reference), _measured_on(recipe), there=f"in {name}")
+    return [f"{line}; arms that are compared share it, so set it in base" for line in found]
+
+
+def _measured_on(recipe: PretrainRecipe) -> dict[str, Any]:
+    if recipe.recall is not None:
+        return {"recall": recipe.recall.model_dump(mode="json")}
+    return {
+        "tokenizer": recipe.tokenizer.model_dump(mode="json"),
+        "data": recipe.data.model_dump(mode="json", include={"train", "eval"}),
+        "eval": {"tokens": recipe.eval.tokens, "seq_len": recipe.eval_seq_len},
+    }
 
 
 def _who(broken: Sequence[str], arms: Sequence[str]) -> str:

@@ -81,8 +81,8 @@ class OrderStep:
         worse: The arm the papers have above.
         better: The arm they have below.
         difference: `score(worse) - score(better)`, paired over common seeds; above 0 agrees with the papers.
-        verdict: `agrees`, `reversed`, or `within the spread` where the mean is within one standard deviation of 0;
-            with one seed `agrees (one seed)` or `reversed (one seed)`.
+        verdict: `agrees`, `reversed`, `equal` where the mean is exactly 0, or `within the spread` where it is within
+            one standard deviation of 0; with one seed `agrees (one seed)`, `reversed (one seed)` or `equal (one seed)`.
     """
 
     worse: str
@@ -158,7 +158,8 @@ def _paired(worse: ArmSummary, better: ArmSummary) -> Spread | None:
 
 
 def _verdict(difference: Spread) -> str:
-    direction = "agrees" if difference.mean > 0 else "reversed"
+    direction = "equal" if difference.mean == 0 else "agrees" if difference.mean > 0 else "reversed"
     if difference.deviation is None:
         return f"{direction} (one seed)"
-    return "within the spread" if abs(difference.mean) <= difference.deviation else direction
+    within = difference.mean != 0 and abs(difference.mean) <= difference.deviation
+    return "within the spread" if within else direction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from subquad.eval.style import format_bytes, format_seconds
+from subquad.eval.style import format_bytes, format_seconds, table_cell
 from subquad.pretrain.study.schema import StudyRecipe
 from subquad.pretrain.study.summary import ArmSummary, OrderStep, Spread
 
@@ -58,12 +58,12 @@ def _table(study: StudyRecipe, arms: Sequence[ArmSummary]) -> str:
     lengths = sorted({length for arm in arms for length in arm.recall})
     papers = any(arm.paper_loss is not None for arm in arms)
     text = any(arm.loss is not None for arm in arms)
-    heads = ["arm", *(["loss (nats/token)", f"to {study.label(study.reference)}"] if text else [])]
+    heads = ["arm", *(["loss (nats/token)", f"to {table_cell(study.label(study.reference))}"] if text else [])]
     heads += [f"accuracy at {length}" for length in lengths]
     heads += [*(["papers' loss"] if papers else []), "parameters", "cache", "KV cache", "time a seed"]
     lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
     for arm in arms:
-        cells = [arm.label]
+        cells = [table_cell(arm.label)]
         if text:
             cells += [format_spread(arm.loss), format_spread(arm.to_reference, sign="+")]
         cells += [format_spread(arm.recall.get(length)) for length in lengths]
@@ -86,12 +86,15 @@ def _order_table(study: StudyRecipe, steps: Sequence[OrderStep]) -> str:
     lines = ["| worse in the papers | better in the papers | difference here | verdict |", "|---|---|---:|---|"]
     for step in steps:
         difference = format_spread(step.difference, sign="+")
-        lines.append(f"| {study.label(step.worse)} | {study.label(step.better)} | {difference} | {step.verdict} |")
-    agreeing = sum(step.verdict.startswith("agrees") for step in steps)
-    reversed_ = sum(step.verdict.startswith("reversed") for step in steps)
+        worse, better = (table_cell(study.label(arm)) for arm in (step.worse, step.better))
+        lines.append(f"| {worse} | {better} | {difference} | {step.verdict} |")
+    agreeing, reversed_, equal = (
+        sum(step.verdict.startswith(verdict) for step in steps) for verdict in ("agrees", "reversed", "equal")
+    )
+    within = len(steps) - agreeing - reversed_ - equal
     lines.append("")
     lines.append(
-        f"{len(steps)} steps: in the papers' direction {agreeing}, reversed {reversed_}, within the spread "
-        f"{len(steps) - agreeing - reversed_}."
+        f"{len(steps)} steps: in the papers' direction {agreeing}, reversed {reversed_}, within the spread {within}"
+        + (f", equal {equal}." if equal else ".")
     )
     return "\n".join(lines)

@@ -1,6 +1,9 @@
 """Studies: checked whole before anything trains, resumable by arm and seed, summed up in table, plot and JSON."""
 
+import functools
 import json
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,8 @@ import yaml
 from filelock import FileLock
 
 import subquad.pretrain.study.run as study_run
-from subquad.errors import ConfigError
+from subquad.distill.objectives import LogitObjective
+from subquad.errors import ConfigError, TrainingError
 from subquad.eval.records import Metric
 from subquad.pretrain.results import PretrainResults
 from subquad.pretrain.study.plots import plot_losses, plot_recall
@@ -107,6 +111,43 @@ def test_a_run_another_process_works_on_is_left_to_it(make_study):
     assert found.waiting == ["linear + norm, seed 0"]
     assert [arm.arm for arm in found.arms] == ["softmax"]
     assert "Not finished: linear + norm." in found.table.read_text()
+
+
+def diverge(monkeypatch, *names):
+    run, forward = study_run.run_pretrain, LogitObjective.forward
+
+    @functools.wraps(forward)  # the Trainer reads its arguments
+    def broken(*args, **kwargs):
+        return {"loss": forward(*args, **kwargs)["loss"] * math.nan}
+
+    def run_some(recipe, **kwargs):
+        with monkeypatch.context() as patch:
+            if recipe.name in names:
+                patch.setattr(LogitObjective, "forward", broken)
+            return run(recipe, **kwargs)
+
+    monkeypatch.setattr(study_run, "run_pretrain", run_some)
+
+
+def test_an_arm_that_diverges_leaves_the_others(make_study, monkeypatch):
+    diverge(monkeypatch, "little-softmax")
+    study = make_study(seeds=[0])
+    with pytest.raises(TrainingError) as caught:
+        run_study(study)
+    message = str(caught.value)
+    assert re.search(r"1 of its trainings failed:\n  softmax, seed 0: .*not finite", message)
+    assert str(study.run_dir / "table.md") in message
+    table = (study.run_dir / "table.md").read_text()
+    assert "| linear + norm |" in table
+    assert "Not finished: softmax. Not finished because training failed: softmax, seed 0." in table
+
+
+def test_a_study_of_which_nothing_finishes_says_why(make_study, monkeypatch):
+    diverge(monkeypatch, "little-softmax", "little-plain")
+    study = make_study(seeds=[0])
+    with pytest.raises(TrainingError, match="2 of its trainings failed"):
+        run_study(study)
+    assert not (study.run_dir / "table.md").exists()
 
 
 def test_every_problem_of_every_arm_comes_before_anything_is_written(make_study):

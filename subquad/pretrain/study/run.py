@@ -14,24 +14,22 @@ from accelerate import PartialState
 from rich.console import Console
 
 from subquad.convert.atomic import atomic_file
-from subquad.errors import FolderInUseError, OutputError
+from subquad.errors import FolderInUseError, OutputError, TrainingError
 from subquad.eval.plots import Plot
 from subquad.eval.storage import RESULTS_FILE
 from subquad.pretrain.results import PretrainResults, load_pretrain_results
-from subquad.pretrain.run import STAGES, RowStore, run_pretrain
-from subquad.pretrain.schema import PretrainRecipe, load_pretrain_recipe
+from subquad.pretrain.run import RowStore, run_pretrain
+from subquad.pretrain.schema import PretrainRecipe
+from subquad.pretrain.study.folder import prepare_folder, run_folder
 from subquad.pretrain.study.plots import plot_losses, plot_recall
 from subquad.pretrain.study.schema import StudyRecipe, arm_folder, choose_arms, study_recipes
 from subquad.pretrain.study.summary import ArmSummary, OrderStep, compare_order, summarise_arms
 from subquad.pretrain.study.table import render_study
 from subquad.pretrain.training import STAGE
-from subquad.recipes.loader import recipe_to_yaml
-from subquad.recipes.run_folder import RECIPE_FILE, RunFolder, recipe_differences
+from subquad.recipes.run_folder import RECIPE_FILE
 from subquad.recipes.runner import open_process
 
 TABLE_FILE = "table.md"
-STUDY_FILE = "study.yaml"
-_MOST_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def run_study(
         study: the study.
         arms: arms to run; empty is all. Table and plot show every finished run of the study.
         command: command that repeats the study.
-        resume: False removes earlier runs of the arms first.
+        resume: False removes earlier runs of the arms, with the study's seeds, first.
 
     Returns:
         What was found; None in all processes but the main one of a distributed run.
@@ -76,43 +74,50 @@ def run_study(
     Raises:
         ConfigError: the study cannot run, with every problem of every arm; nothing was trained.
         DataError: text or tokenizer are missing or too short.
-        OutputError: a run's folder holds another run, or cannot be written, or other processes still work on every run
-            that is left and none is finished.
-        TrainingError: a training diverged; finished runs are kept.
+        FolderInUseError: a run that is to be removed is still worked on; nothing was removed.
+        OutputError: the folder is not this study's, a run's folder holds another run, or cannot be written, or other
+            processes still work on every run that is left and none is finished.
+        TrainingError: trainings diverged, with their arms and causes; the others were run, table and plot show them.
     """
     state, console = open_process()
     chosen = choose_arms(study, arms)
     recipes = study_recipes(study, chosen)
     if state.is_main_process:
-        if not resume:
-            for arm in chosen:
-                shutil.rmtree(arm_folder(study, arm), ignore_errors=True)
-        _refuse_other_runs(recipes)
-        atomic_file(study.run_dir / STUDY_FILE, recipe_to_yaml(study).encode())
+        prepare_folder(study, recipes, state, fresh=not resume)
     state.wait_for_everyone()
     store = RowStore()
 
     def run(recipe: PretrainRecipe) -> object:
         return run_pretrain(recipe, command=command, tokenizer_dir=study.run_dir / "tokenizer", store=store)
 
-    waiting = []
+    waiting: list[str] = []
+    failed: dict[str, str] = {}
     # seed by seed, so that an interrupted study has compared all arms at least once
     for index, seed in enumerate(study.seeds):
         for arm in chosen:
             name = f"{study.label(arm)}, seed {seed}"
-            if not _run_arm(recipes[arm][index], name, run, state, console):
-                waiting.append(name)
-    if not state.is_main_process:
-        return None
-    return write_study(study, waiting)
+            try:
+                if not _run_arm(recipes[arm][index], name, run, state, console):
+                    waiting.append(name)
+            except TrainingError as error:
+                # the text alone: the error's frames would keep the model in memory while the other arms train
+                failed[name] = str(error)
+                console.print(f"{name}: {error}", markup=False)
+    result = None
+    if state.is_main_process and (not failed or finished_rows(study)):
+        result = write_study(study, waiting, list(failed))
+    if failed:
+        raise TrainingError(_describe_failures(study, failed, result))
+    return result
 
 
-def write_study(study: StudyRecipe, waiting: Sequence[str] = ()) -> StudyResult:
+def write_study(study: StudyRecipe, waiting: Sequence[str] = (), failed: Sequence[str] = ()) -> StudyResult:
     """Write table, plot and JSON from the finished runs of a study.
 
     Args:
         study: the study.
         waiting: runs that another process works on.
+        failed: runs whose training failed, as `arm, seed n`.
 
     Returns:
         What was found.
@@ -127,7 +132,7 @@ def write_study(study: StudyRecipe, waiting: Sequence[str] = ()) -> StudyResult:
     steps = compare_order(study, summaries)
     first = next(iter(next(iter(rows.values())).values()))
     table = study.run_dir / TABLE_FILE
-    atomic_file(table, render_study(study, summaries, steps, first.chance).encode())
+    atomic_file(table, render_study(study, summaries, steps, first.chance, failed).encode())
     results = study.run_dir / RESULTS_FILE
     atomic_file(results, json.dumps(_as_json(study, rows, summaries, steps), indent=1).encode())
     return StudyResult(study.run_dir, table, results, _plot(study, summaries, first), summaries, steps, list(waiting))
@@ -149,7 +154,7 @@ def finished_rows(study: StudyRecipe) -> dict[str, dict[int, PretrainResults]]:
     for arm in study.arms:
         for seed in study.seeds:
             folder = arm_folder(study, arm, seed)
-            if (folder / RESULTS_FILE).is_file():
+            if (folder / RECIPE_FILE).is_file() and (folder / RESULTS_FILE).is_file():
                 rows.setdefault(arm, {})[seed] = load_pretrain_results(folder)
     return rows
 
@@ -158,17 +163,17 @@ def _run_arm(
     recipe: PretrainRecipe, name: str, run: Callable[[PretrainRecipe], object], state: PartialState, console: Console
 ) -> bool:
     """Run one arm with one seed unless it is finished; returns False where another process works on it."""
-    folder = RunFolder(recipe.run_dir, STAGES, load_pretrain_recipe)
+    folder = run_folder(recipe)
     if folder.claimed and folder.finished("evaluate"):
-        console.print(f"{name}: finished before.")
+        console.print(f"{name}: finished before.", markup=False)
         return True
-    console.print(f"{name}:")
+    console.print(f"{name}:", markup=False)
     try:
         run(recipe)
     except FolderInUseError:
         if state.num_processes > 1:
             raise
-        console.print(f"{name}: another process works on it.")
+        console.print(f"{name}: another process works on it.", markup=False)
         return False
     if state.is_main_process:
         # the exported model has the weights; optimizer states of every run would fill the disk
@@ -176,23 +181,10 @@ def _run_arm(
     return True
 
 
-def _refuse_other_runs(recipes: Mapping[str, Sequence[PretrainRecipe]]) -> None:
-    """Refuse a study whose folder holds runs of other recipes, before anything is trained."""
-    problems = []
-    for arm, of_seeds in recipes.items():
-        for recipe in of_seeds:
-            recorded = recipe.run_dir / RECIPE_FILE
-            if recorded.is_file():
-                found = recipe_differences(load_pretrain_recipe(recorded), recipe)
-                problems += [f"{arm}, seed {recipe.seed}: {line}" for line in found]
-    if problems:
-        listed = "\n".join(f"  {line}" for line in problems[:_MOST_PROBLEMS])
-        more = len(problems) - _MOST_PROBLEMS
-        listed += f"\n  and {more} more" if more > 0 else ""
-        raise OutputError(
-            f"the study's folder holds runs of other recipes:\n{listed}\n"
-            "Name another folder (output_dir=FOLDER), or train these arms again with --fresh."
-        )
+def _describe_failures(study: StudyRecipe, failed: Mapping[str, str], result: StudyResult | None) -> str:
+    listed = "\n".join(f"  {name}: {cause}" for name, cause in failed.items())
+    written = "" if result is None else f"\nThe others are in {result.table}."
+    return f"study {study.name}: {len(failed)} of its trainings failed:\n{listed}{written}"
 
 
 def _plot(study: StudyRecipe, arms: Sequence[ArmSummary], first: PretrainResults) -> Plot:

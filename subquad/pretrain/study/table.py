@@ -10,7 +10,11 @@ from subquad.pretrain.study.summary import ArmSummary, OrderStep, Spread
 
 
 def render_study(
-    study: StudyRecipe, arms: Sequence[ArmSummary], steps: Sequence[OrderStep], chance: float | None
+    study: StudyRecipe,
+    arms: Sequence[ArmSummary],
+    steps: Sequence[OrderStep],
+    chance: float | None,
+    failed: Sequence[str] = (),
 ) -> str:
     """Return the study's table, and the order of its arms beside the papers'.
 
@@ -19,12 +23,13 @@ def render_study(
         arms: what was measured.
         steps: the papers' order, step by step.
         chance: accuracy of guessing, for recall; None for text.
+        failed: runs whose training failed, as `arm, seed n`.
 
     Returns:
         Markdown.
     """
     missing = [arm for arm in study.arms if arm not in {found.arm for found in arms}]
-    parts = [f"# Study {study.name}", _introduction(study, arms, missing), _table(study, arms)]
+    parts = [f"# Study {study.name}", _introduction(study, arms, missing, failed), _table(study, arms)]
     if chance is not None:
         parts.append(f"Guessing one of the values would score {chance:.1%}.")
     if steps:
@@ -40,7 +45,7 @@ def format_spread(spread: Spread | None, decimals: int = 3, sign: str = "") -> s
     return f"{spread.mean:{sign}.{decimals}f}{deviation}"
 
 
-def _introduction(study: StudyRecipe, arms: Sequence[ArmSummary], missing: Sequence[str]) -> str:
+def _introduction(study: StudyRecipe, arms: Sequence[ArmSummary], missing: Sequence[str], failed: Sequence[str]) -> str:
     seeds = sorted({seed for arm in arms for seed in arm.seeds})
     lines = [
         f"{len(arms)} of {len(study.arms)} arms, seeds {', '.join(map(str, seeds))}: mean ± standard deviation over "
@@ -51,6 +56,8 @@ def _introduction(study: StudyRecipe, arms: Sequence[ArmSummary], missing: Seque
         lines.append(f"Not finished: {', '.join(study.label(arm) for arm in missing)}.")
     if partial:
         lines.append(f"Only some of the seeds are finished: {', '.join(partial)}.")
+    if failed:
+        lines.append(f"Not finished because training failed: {'; '.join(failed)}.")
     return " ".join(lines)
 
 

@@ -23,7 +23,8 @@ from subquad.recipes.fields import (
 )
 from subquad.recipes.loader import load_content
 from subquad.recipes.schema import parse_section
-from subquad.recipes.sections import DataSection, StageSection, TrainerSection, text_keys
+from subquad.recipes.sections import StageSection, TrainerSection, text_keys
+from subquad.recipes.text_sections import DataSection
 
 DEFAULT_VOCAB_SIZE = 2048
 DEFAULT_TRAIN_BYTES = 20_000_000

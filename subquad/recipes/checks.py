@@ -11,7 +11,8 @@ from subquad.convert.plan import ConversionPlan, plan_conversion
 from subquad.errors import ConfigError
 from subquad.recipes.exact_heads import count_exact_heads
 from subquad.recipes.schema import Recipe
-from subquad.recipes.sections import ExactHeadsSection, TextFiles
+from subquad.recipes.sections import ExactHeadsSection
+from subquad.recipes.text_sections import TextFiles
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

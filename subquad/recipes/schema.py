@@ -13,13 +13,13 @@ from subquad.recipes.problems import describe_problems
 from subquad.recipes.sections import (
     CalibrateSection,
     ConvertSection,
-    DataSection,
     EvalSection,
     ModelSection,
     Stage1Section,
     Stage2Section,
     TrainerSection,
 )
+from subquad.recipes.text_sections import DataSection
 
 SectionType = TypeVar("SectionType", bound=Section)
 

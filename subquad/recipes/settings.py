@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from subquad.distill import Stage1Config, Stage2Config, TextSource
 from subquad.distill.recall import RecallConfig
 from subquad.recipes.schema import Recipe
-from subquad.recipes.sections import EmbeddedText, HubText, RecallRowsSection, TextFiles
+from subquad.recipes.text_sections import EmbeddedText, HubText, RecallRowsSection, TextFiles
 
 _RENAMED = {"r": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_targets"}
 

@@ -26,8 +26,8 @@ from subquad.models import SubquadLlamaForCausalLM
 from subquad.recipes.checkpoint import load_checkpoint
 from subquad.recipes.run_folder import RunFolder
 from subquad.recipes.schema import Recipe
-from subquad.recipes.sections import EmbeddedText, HubText, TextFiles
 from subquad.recipes.settings import recall_config, stage1_config, stage2_config, text_source, weights_dtype
+from subquad.recipes.text_sections import EmbeddedText, HubText, TextFiles
 
 _MIXER_MARK = ".mixer."
 # stages draw their rows with seeds of their own, so that stage 2 does not repeat the rows of stage 1

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from matplotlib.ticker import FuncFormatter
+
 from benchmarks.quality.rows import Needle, Row
 from subquad.eval.style import (
     BLACK,
@@ -155,7 +157,8 @@ def _mean_accuracy(row: Row, model: str) -> float | None:
 def _plot(
     rows: Sequence[Row], values: dict[int, float], length: int, teacher: float | None, label: str, path: Path
 ) -> Path:
-    figure, axes = new_figure(label.split("(")[0].strip() + " over cache", f"Cache at {length:,} tokens (MiB)", label)
+    title = f"{path.stem.removeprefix('frontier-').capitalize()} against bytes of the cache"
+    figure, axes = new_figure(title, f"Cache at {length:,} tokens (MiB)", label)
     groups = list(dict.fromkeys(rows[index].group for index in values))
     for index, value in values.items():
         row = rows[index]
@@ -167,5 +170,8 @@ def _plot(
         axes.axhline(teacher, color=BLACK, linewidth=1, linestyle=":")
         axes.axvline(_kv_bytes(rows[0], length) / _MIB, color=BLACK, linewidth=1, linestyle=":")
     axes.set_xscale("log")
+    plain = FuncFormatter(lambda size, _: f"{size:,.0f}")
+    axes.xaxis.set_major_formatter(plain)
+    axes.xaxis.set_minor_formatter(plain)
     save_figure(figure, path)
     return path

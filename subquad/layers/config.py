@@ -258,6 +258,8 @@ def parse_mixer(value: dict[str, object]) -> MixerConfig:
     except ValidationError as error:
         lines = []
         for item in error.errors():
-            where = ".".join(str(part) for part in item["loc"]) or "mixer"
-            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r})")
+            where = ".".join(str(part) for part in item["loc"])
+            message = item["msg"].removeprefix("Value error, ")
+            # a rule about parts together names their values itself
+            lines.append(f"{where}: {message} (got {item['input']!r})" if where else message)
         raise ConfigError("mixer is not valid:\n  " + "\n  ".join(lines)) from error

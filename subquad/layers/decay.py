@@ -12,16 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from subquad.layers.from_input import SOFTPLUS_ONE, PerHead
 
-class SoftplusDecay(nn.Module):
+
+class SoftplusDecay(PerHead):
     """`log a_t = -softplus(W x_t + b)` per key/value head (2Mamba [C]), independent of the token at the start.
 
     The papers start at a = 0.5; here `W = 0` and `b` is set so that `a = exp(-1 / T)` with time constants T log-spaced
     over the heads.
 
     Attributes:
-        weight: `[num_kv_heads, hidden_size]` float32.
-        bias: `[num_kv_heads]` float32.
+        timescale: (shortest, longest) time constant at the start, in tokens.
     """
 
     def __init__(self, hidden_size: int, num_kv_heads: int, timescale: tuple[float, float]) -> None:
@@ -32,17 +33,14 @@ class SoftplusDecay(nn.Module):
             num_kv_heads: decays per token.
             timescale: (shortest, longest) time constant in tokens.
         """
-        super().__init__()
+        super().__init__(hidden_size, num_kv_heads)
         self.timescale = timescale
-        self.weight = nn.Parameter(torch.zeros(num_kv_heads, hidden_size))
-        self.bias = nn.Parameter(torch.zeros(num_kv_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set W to 0 and the time constants log-spaced between the two ends of `timescale`."""
-        with torch.no_grad():
-            self.weight.zero_()
-            self.set_timescale(log_spaced(self.timescale, self.bias.numel()))
+        super().reset_parameters()
+        self.set_timescale(log_spaced(self.timescale, self.bias.numel()))
 
     @torch.no_grad()
     def set_timescale(self, timescale: Tensor) -> None:
@@ -51,7 +49,7 @@ class SoftplusDecay(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return `log_decay` `[B, T, num_kv_heads]`, natural log, <= 0, float32, from `[B, T, hidden_size]`."""
-        return -functional.softplus(_linear(self, hidden_states))
+        return -functional.softplus(self.linear(hidden_states))
 
 
 class LogSigmoidDecay(SoftplusDecay):
@@ -68,10 +66,10 @@ class LogSigmoidDecay(SoftplusDecay):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return `log_decay` `[B, T, num_kv_heads]`, natural log, <= 0, float32, from `[B, T, hidden_size]`."""
-        return functional.logsigmoid(_linear(self, hidden_states))
+        return functional.logsigmoid(self.linear(hidden_states))
 
 
-class Mamba2Decay(nn.Module):
+class Mamba2Decay(PerHead):
     """`a_t = exp(-exp(A_log) dt_t)` with `dt_t = softplus(W x_t + b)` per key/value head (Mamba-2 [D]).
 
     With `value_step: softplus` the same dt scales the values, `v_t <- dt_t v_t`, as the discretisation has it. [D]
@@ -79,10 +77,11 @@ class Mamba2Decay(nn.Module):
     `exp(A_log) = 1 / T` sets the time constants T, log-spaced over the heads.
 
     Attributes:
-        weight: `[num_kv_heads, hidden_size]` float32, 0 at the start.
-        bias: `[num_kv_heads]` float32, log(e - 1) at the start.
+        timescale: (shortest, longest) time constant at the start, in tokens.
         log_rate: `[num_kv_heads]` float32, A_log; `-log T` at the start.
     """
+
+    start_bias = SOFTPLUS_ONE
 
     def __init__(self, hidden_size: int, num_kv_heads: int, timescale: tuple[float, float]) -> None:
         """Create the start.
@@ -92,19 +91,15 @@ class Mamba2Decay(nn.Module):
             num_kv_heads: decays per token.
             timescale: (shortest, longest) time constant in tokens.
         """
-        super().__init__()
+        super().__init__(hidden_size, num_kv_heads)
         self.timescale = timescale
-        self.weight = nn.Parameter(torch.zeros(num_kv_heads, hidden_size))
-        self.bias = nn.Parameter(torch.zeros(num_kv_heads))
         self.log_rate = nn.Parameter(torch.zeros(num_kv_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set dt to 1 for every token and the time constants log-spaced between the two ends of `timescale`."""
-        with torch.no_grad():
-            self.weight.zero_()
-            self.bias.fill_(math.log(math.expm1(1.0)))
-            self.set_timescale(log_spaced(self.timescale, self.bias.numel()))
+        super().reset_parameters()
+        self.set_timescale(log_spaced(self.timescale, self.bias.numel()))
 
     @torch.no_grad()
     def set_timescale(self, timescale: Tensor) -> None:
@@ -113,7 +108,7 @@ class Mamba2Decay(nn.Module):
 
     def step(self, hidden_states: Tensor) -> Tensor:
         """Return dt `[B, T, num_kv_heads]`, > 0, float32, from `[B, T, hidden_size]`."""
-        return functional.softplus(_linear(self, hidden_states))
+        return functional.softplus(self.linear(hidden_states))
 
     def of_step(self, step: Tensor) -> Tensor:
         """Return `log_decay` `[B, T, num_kv_heads]`, natural log, <= 0, float32, of dt."""
@@ -142,9 +137,3 @@ def timescale_bias(timescale: Tensor) -> Tensor:
 def log_spaced(timescale: tuple[float, float], count: int) -> Tensor:
     """Return `[count]` time constants, log-spaced from the shortest to the longest."""
     return torch.logspace(math.log10(timescale[0]), math.log10(timescale[1]), count)
-
-
-def _linear(module: SoftplusDecay | Mamba2Decay, hidden_states: Tensor) -> Tensor:
-    """Return `W x + b` `[B, T, num_kv_heads]` in float32, also under autocast."""
-    with torch.autocast(hidden_states.device.type, enabled=False):
-        return functional.linear(hidden_states.float(), module.weight.float(), module.bias.float())

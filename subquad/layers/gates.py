@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from subquad.layers.conv import earlier_tokens
+from subquad.layers.from_input import PerHead
 from subquad.layers.geometry import LayerGeometry
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": functional.silu}
@@ -55,40 +56,17 @@ class OutputGate(nn.Module):
         return GATES[self.kind](functional.linear(hidden_states, weight, bias))
 
 
-class WriteGate(nn.Module):
+class WriteGate(PerHead):
     """`w_ts <- i_s w_ts` with `i_s = sigmoid(W x_s + b)` per key/value head: how much of a token is written at all.
 
     A squared score gives a key that matches about 1 / (1 + N / d) of the weight among N that do not, so that recall
     needs distractors that are hardly written. Here `W = 0` and `b = 0`: all tokens are written alike, by one half,
     which a sum of weights, or the far part's weight beside a window, takes back.
-
-    Attributes:
-        weight: `[num_kv_heads, hidden_size]` float32, 0 at the start.
-        bias: `[num_kv_heads]` float32, 0 at the start.
     """
-
-    def __init__(self, hidden_size: int, num_kv_heads: int) -> None:
-        """Create the even gate.
-
-        Args:
-            hidden_size: width of the layer's input.
-            num_kv_heads: key/value heads.
-        """
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_kv_heads, hidden_size))
-        self.bias = nn.Parameter(torch.zeros(num_kv_heads))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Write all tokens alike."""
-        with torch.no_grad():
-            self.weight.zero_()
-            self.bias.zero_()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the factors `[B, T, num_kv_heads]` in (0, 1), float32, from `[B, T, hidden_size]`."""
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            return functional.linear(hidden_states.float(), self.weight.float(), self.bias.float()).sigmoid()
+        return self.linear(hidden_states).sigmoid()
 
 
 class TokenShift(nn.Module):

@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from subquad.layers.from_input import SOFTPLUS_ONE, PerHead
 
 # Cottention's exponent starts at sigmoid(0.5) = 0.62 [B].
 START_POSITION_EXPONENT = 0.5
 
 
-class SoftplusValueStep(nn.Module):
-    """`v_t <- softplus(W x_t + b) * v_t` per key/value head (Mamba-2S [C]); a factor of 1 at the start.
+class SoftplusValueStep(PerHead):
+    """`v_t <- softplus(W x_t + b) * v_t` per key/value head (Mamba-2S [C]); a factor of 1 at the start."""
 
-    Attributes:
-        weight: `[num_kv_heads, hidden_size]` float32, 0 at the start.
-        bias: `[num_kv_heads]` float32, log(e - 1) at the start.
-    """
-
-    def __init__(self, hidden_size: int, num_kv_heads: int) -> None:
-        """Create the start.
-
-        Args:
-            hidden_size: width of the layer's input.
-            num_kv_heads: factors per token.
-        """
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_kv_heads, hidden_size))
-        self.bias = nn.Parameter(torch.zeros(num_kv_heads))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set a factor of one for every token."""
-        with torch.no_grad():
-            self.weight.zero_()
-            self.bias.fill_(math.log(math.expm1(1.0)))
+    start_bias = SOFTPLUS_ONE
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the factors `[B, T, num_kv_heads]`, > 0, float32, from `[B, T, hidden_size]`."""
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            return functional.softplus(functional.linear(hidden_states.float(), self.weight.float(), self.bias.float()))
+        return functional.softplus(self.linear(hidden_states))
 
 
 class PositionValueStep(nn.Module):

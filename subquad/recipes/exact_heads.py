@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from subquad.convert.calibrate import calibrate
 from subquad.convert.plan import ConversionPlan
 from subquad.convert.surgery import apply_plan
@@ -13,8 +11,8 @@ from subquad.distill.heads import HeadRanking, Row, rank_heads, rounds
 from subquad.distill.packing import IGNORED_LABEL
 from subquad.distill.recall import WEIGHTS_COLUMN, RecallConfig, add_recall
 from subquad.errors import ConfigError
-from subquad.layers import cache_bytes
-from subquad.recipes.progress import progress_bar
+from subquad.layers import MixerConfig, cache_bytes
+from subquad.recipes.progress import token_bar
 from subquad.recipes.sections import ExactHeadsSection
 
 if TYPE_CHECKING:
@@ -56,18 +54,15 @@ def count_exact_heads(section: ExactHeadsSection, plan: ConversionPlan) -> int:
 
 def _count_within(section: ExactHeadsSection, plan: ConversionPlan) -> int:
     """Return how many heads fit; of layers with different mixers, the costliest change counts for all."""
-    length, geometry = section.at_length, plan.geometry
-    mixers = list(plan.mixers.values())
-    sizes = [cache_bytes(mixer, geometry, 1, length, plan.dtype) for mixer in mixers]
-    whole = len(plan.layers) - len(mixers)
-    softmax_layer = 2 * length * geometry.num_kv_heads * geometry.head_dim * plan.dtype.itemsize
-    total = sum(sizes) + whole * softmax_layer
     assert section.cache_mib is not None, "a budget in bytes is given"
-    room = section.cache_mib * _MIB - total
-    with_one = [mixer.model_copy(update={"exact_kv_heads": (0,)}) for mixer in mixers]
-    added = [
-        cache_bytes(mixer, geometry, 1, length, plan.dtype) - size for mixer, size in zip(with_one, sizes, strict=True)
-    ]
+    length = section.at_length
+
+    def size(mixer: MixerConfig) -> int:
+        return cache_bytes(mixer, plan.geometry, 1, length, plan.dtype)
+
+    room = section.cache_mib * _MIB - sum(size(layer.mixer) for layer in plan.layers)
+    mixers = plan.mixers.values()
+    added = [size(mixer.model_copy(update={"exact_kv_heads": (0,)})) - size(mixer) for mixer in mixers]
     costliest = max(added)
     if costliest <= 0:
         raise ConfigError(
@@ -94,37 +89,21 @@ def choose_heads(shop: Workshop) -> HeadRanking:
     assert section is not None, "the recipe asks for a choice"
     keep = count_exact_heads(section, shop.base_plan)
     model = apply_plan(shop.load_teacher().model, shop.base_plan).eval()
-    device = shop.state.device
     if shop.recipe.calibrate.enabled:
-        calibrate(model, _batches(shop, shop.recipe.calibrate.tokens, device))
-    text = _batches(shop, section.tokens, device)
-    recall = _recall_batches(shop, section.recall_tokens, device) if section.recall_tokens else []
-    done = 0
+        calibrate(model, shop.batches("calibrate", shop.recipe.calibrate.tokens))
+    text = shop.batches("heads", section.tokens)
+    recall = _recall_batches(shop, section.recall_tokens) if section.recall_tokens else []
     passes = 1 + len(rounds(len(shop.base_plan.mixers) * shop.base_plan.geometry.num_kv_heads, keep))
     total = passes * sum(row["input_ids"].numel() for row in [*text, *recall])
-    with progress_bar("choosing exact heads", shop.console) as advance:
-
-        def count(tokens: int) -> None:
-            nonlocal done
-            done += tokens
-            advance(done, total)
-
+    with token_bar("choosing exact heads", total, shop.console) as count:
         return rank_heads(model, text, recall, keep=keep, recall_weight=section.recall_weight, on_batch=count)
 
 
-def _batches(shop: Workshop, tokens: int, device: torch.device) -> list[Row]:
-    names = ("input_ids", "position_ids", "labels")
-    return [{name: row[name][None].to(device) for name in names} for row in shop.rows("heads", tokens)]
-
-
-def _recall_batches(shop: Workshop, tokens: int, device: torch.device) -> list[Row]:
+def _recall_batches(shop: Workshop, tokens: int) -> list[Row]:
     """Return rows all of which ask for recall, with the answers alone as labels."""
-    rows = add_recall(
-        shop.rows("heads", tokens), shop.tokenizer, RecallConfig(share=1.0, answer_weight=_ANSWER), shop.recipe.seed
-    )
-    batches = []
-    for row in rows:
-        labels = row["labels"].masked_fill(row[WEIGHTS_COLUMN] != _ANSWER, IGNORED_LABEL)
-        batch = {"input_ids": row["input_ids"], "position_ids": row["position_ids"], "labels": labels}
-        batches.append({name: value[None].to(device) for name, value in batch.items()})
+    config = RecallConfig(share=1.0, answer_weight=_ANSWER)
+    rows = add_recall(shop.rows("heads", tokens), shop.tokenizer, config, shop.recipe.seed)
+    batches = shop.as_batches(rows)
+    for batch in batches:
+        batch["labels"] = batch["labels"].masked_fill(batch.pop(WEIGHTS_COLUMN) != _ANSWER, IGNORED_LABEL)
     return batches

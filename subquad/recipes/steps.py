@@ -28,7 +28,7 @@ from subquad.recipes.measure import (
     model_card,
     write_sample,
 )
-from subquad.recipes.progress import progress_bar
+from subquad.recipes.progress import progress_bar, token_bar
 from subquad.recipes.settings import text_source
 from subquad.recipes.suite import run_suite
 from subquad.recipes.workshop import Workshop
@@ -192,20 +192,10 @@ def bare_card(shop: Workshop) -> ModelCard:
 
 
 def _calibrate(shop: Workshop) -> CalibrationResult:
-    rows = [
-        {name: row[name][None].to(shop.state.device) for name in ("input_ids", "position_ids")}
-        for row in shop.rows("calibrate", shop.recipe.calibrate.tokens)
-    ]
-    done = 0
+    rows = shop.batches("calibrate", shop.recipe.calibrate.tokens)
     # the rows are gone over twice: for the temperatures, then for the decays
     total = 2 * sum(row["input_ids"].numel() for row in rows)
-    with progress_bar("calibrating", shop.console) as advance:
-
-        def count(tokens: int) -> None:
-            nonlocal done
-            done += tokens
-            advance(done, total)
-
+    with token_bar("calibrating", total, shop.console) as count:
         return calibrate(shop.student, rows, on_batch=count)
 
 
@@ -230,6 +220,4 @@ def _calibration_note(shop: Workshop) -> list[str]:
     if not found["kept"]:
         return [f"Calibration on {found['tokens']:,} tokens raised the loss on its own text and was undone."]
     change = f"from {found['loss_before']:.4f} to {found['loss_after']:.4f} nats per token of its own text"
-    if not found["kept"]:
-        return [f"Calibration on {found['tokens']:,} tokens took the loss {change} and was undone."]
     return [f"Calibration on {found['tokens']:,} tokens, without training, took the loss {change}."]

@@ -12,6 +12,7 @@ from datasets import Dataset, IterableDataset
 from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from subquad.convert.atomic import atomic_file
@@ -182,6 +183,14 @@ class Workshop:
         if data.recall is None or stage not in ("stage1", "stage2"):
             return rows
         return add_recall(rows, self.tokenizer, recall_config(data.recall), self._seed(stage))
+
+    def batches(self, stage: str, tokens: int) -> list[dict[str, Tensor]]:
+        """Return the rows of a stage as batches of one on this process's device; arguments as for `rows`."""
+        return self.as_batches(self.rows(stage, tokens))
+
+    def as_batches(self, rows: Dataset | IterableDataset) -> list[dict[str, Tensor]]:
+        """Return rows as batches of one on this process's device."""
+        return [{name: column[None].to(self.state.device) for name, column in row.items()} for row in rows]
 
     @cached_property
     def held_out_rows(self) -> list[Row]:

@@ -222,6 +222,21 @@ def two_mamba_with_write_gate(tokens: Tokens) -> Tensor:
     return sums[..., :-1] / sums[..., -1:]
 
 
+def two_mamba_with_offset_and_value_step(tokens: Tokens) -> Tensor:
+    mixed = with_conv(tokens)
+    v = softplus(tokens.linear("value_step"))[..., None] * mixed.v
+    q, k = mixed.rotated()
+    log_a, heads = -softplus(tokens.linear("decay")), range(q.shape[1])
+    group = q.shape[1] // k.shape[1]
+    by_head = []
+    for h in heads:
+        kv = slice(h // group, h // group + 1)
+        offset = tokens.p["score.offset"][h]
+        score = lambda x, c=offset: (x + c) ** 2  # noqa: E731
+        by_head.append(mean(attend(q[:, h : h + 1], k[:, kv], v[:, kv], score, root(tokens), log_a[:, kv])))
+    return torch.cat(by_head, dim=1)
+
+
 def fox(tokens: Tokens) -> Tensor:
     log_a = sigmoid(tokens.linear("decay")).log()
     return mean(attend(*tokens.rotated(), tokens.v, torch.exp, root(tokens), log_a))
@@ -280,6 +295,10 @@ SYSTEMS = {
     "mamba2": ("mamba2", mamba2),
     "mamba2s": ("mamba2s-pure", mamba2s),
     "2mamba": ("2mamba-pure", two_mamba(torch.square)),
+    "2mamba-offset-value-step": (
+        {"preset": "2mamba-pure", "offset": True, "value_step": "softplus"},
+        two_mamba_with_offset_and_value_step,
+    ),
     "2mamba-write": ({"preset": "2mamba-pure", "write_gate": True}, two_mamba_with_write_gate),
     "2mamba-e": ("2mamba-e", two_mamba(torch.exp)),
     "fox": ("fox", fox),

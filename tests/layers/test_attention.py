@@ -20,6 +20,7 @@ MIXERS = {
     "2mamba-exact-head": {"preset": "2mamba", "window": 8, "sinks": 2, "exact_kv_heads": [1]},
     "2mamba-absolute": {"preset": "2mamba", "window": 8, "sinks": 2, "mix_reference": "absolute"},
     "2mamba-mix": {"preset": "2mamba", "window": 8, "sinks": 2, "mix_by_mass": True, "mix_by_input": True},
+    "2mamba-value-step": {"preset": "2mamba", "window": 8, "sinks": 2, "value_step": "softplus"},
     "2mamba-write": {"preset": "2mamba", "window": 8, "sinks": 2, "write_gate": True},
     "2mamba-write-pure": {"preset": "2mamba-pure", "write_gate": True},
     "taylor-3-write": {"preset": "taylor", "order": 3, "window": 4, "sinks": 1, "write_gate": True},

@@ -161,7 +161,7 @@ def plan(recipe: RecipeArgument, overrides: OverridesArgument = None, as_json: J
     loaded = load_recipe(recipe, overrides or ())
     planned = plan_recipe(loaded)
     budget = loaded.convert.exact_heads
-    chosen = None if budget is None else count_exact_heads(budget, planned)
+    chosen = None if budget is None or budget.heads is not None else count_exact_heads(budget, planned)
     if as_json:
         typer.echo(json.dumps({**planned.to_dict(), "exact_heads": chosen}, indent=2))
     else:

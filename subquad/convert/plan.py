@@ -172,6 +172,13 @@ def plan_conversion(
     for where, candidate in {"mixer": mixer, **(layers or {})}.items():
         problems += [f"{where}: {problem}" for problem in _mixer_problems(candidate, family, geometry, context_length)]
     for layer_idx, heads in (exact_kv_heads or {}).items():
+        wrong = [head for head in heads if not 0 <= head < geometry.num_kv_heads]
+        if wrong or not 0 <= layer_idx < num_layers:
+            problems.append(
+                f"exact heads {list(heads)} of layer {layer_idx}: layers are 0 to {num_layers - 1}, "
+                f"key/value heads 0 to {geometry.num_kv_heads - 1}"
+            )
+            continue
         chosen[layer_idx] = _with_exact_heads(chosen[layer_idx], heads, geometry)
         problems += _mixer_problems(chosen[layer_idx], family, geometry, context_length)
     if problems:

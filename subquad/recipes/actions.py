@@ -80,7 +80,8 @@ def plan_recipe(recipe: Recipe) -> ConversionPlan:
     hf_config = inspect_source(recipe.model.source).hf_config
     check_recipe_against(recipe, hf_config)
     dtype = weights_dtype(recipe, hf_config)
-    return plan_conversion(hf_config, recipe.convert.mixer, recipe.convert.layers, dtype=dtype)
+    convert = recipe.convert
+    return plan_conversion(hf_config, convert.mixer, convert.layers, exact_kv_heads=convert.named_heads, dtype=dtype)
 
 
 def evaluate_checkpoint(source: str, paths: Sequence[str], *, tokens: int, seq_len: int) -> Measurement:

@@ -40,12 +40,13 @@ def check_recipe_against(recipe: Recipe, hf_config: PretrainedConfig) -> None:
     if recipe.eval.suite is not None:
         problems += [f"eval.suite.{problem}" for problem in recipe.eval.suite.problems()]
     try:
-        plan = plan_conversion(hf_config, recipe.convert.mixer, recipe.convert.layers)
+        convert = recipe.convert
+        plan = plan_conversion(hf_config, convert.mixer, convert.layers, exact_kv_heads=convert.named_heads)
     except ConfigError as error:
         problems.append(f"convert: {error}")
     else:
-        if recipe.convert.exact_heads is not None:
-            problems += _budget_problems(recipe.convert.exact_heads, plan)
+        if convert.exact_heads is not None and convert.chooses_heads:
+            problems += _budget_problems(convert.exact_heads, plan)
         if not plan.mixers:
             problems.append("convert: every layer stays softmax, so there is nothing to distil; choose another mixer")
         elif recipe.stage2.far_weight and not all(mixer.window for mixer in plan.mixers.values()):

@@ -31,6 +31,7 @@ Count = Annotated[int, BeforeValidator(whole_number), Field(ge=1)]
 Ascending = Annotated[tuple[Count, ...], AfterValidator(_ascending)]
 RowLength = Annotated[int, BeforeValidator(whole_number), Field(ge=8)]
 CountOrZero = Annotated[int, BeforeValidator(whole_number), Field(ge=0)]
+Indices = Annotated[tuple[CountOrZero, ...], Field(min_length=1), AfterValidator(_ascending)]
 LearningRate = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

@@ -57,7 +57,7 @@ class Recipe(RunSection):
             "stage2.tokens": (self.stage2.tokens, self.data.seq_len),
             "eval.tokens": (self.eval.tokens, self.eval_seq_len),
         }
-        choice = self.convert.exact_heads
+        choice = self.convert.exact_heads if self.convert.chooses_heads else None
         if choice is not None:
             amounts["convert.exact_heads.tokens"] = (choice.tokens, self.data.seq_len)
             amounts["convert.exact_heads.recall_tokens"] = (choice.recall_tokens, self.data.seq_len)

@@ -10,7 +10,7 @@ from subquad.distill.config import Stage1Config, Stage2Config, StageConfig
 from subquad.errors import ConfigError
 from subquad.layers.config import MixerConfig
 from subquad.layers.presets import resolve_mixer
-from subquad.recipes.fields import Ascending, Count, CountOrZero, LearningRate, RowLength, Section, Weight
+from subquad.recipes.fields import Ascending, Count, CountOrZero, Indices, LearningRate, RowLength, Section, Weight
 from subquad.recipes.problems import describe_unknown_key
 from subquad.recipes.suite_settings import SuiteSettings
 
@@ -61,10 +61,12 @@ Mixer = Annotated[MixerConfig, BeforeValidator(resolve_section_mixer)]
 
 
 class ExactHeadsSection(Section):
-    """Key/value heads that stay softmax, chosen by what their conversion costs text and recall.
+    """Key/value heads that stay softmax: named, or chosen by what their conversion costs text and recall.
 
     Attributes:
-        count: how many heads; this, `share` or `cache_mib`.
+        heads: layer to its heads, as an earlier run chose them (`{7: [1, 2], 8: [0]}`); this, `count`, `share` or
+            `cache_mib`.
+        count: how many heads.
         share: their share of all converted key/value heads, rounded to whole heads, at least one.
         cache_mib: as many as keep one sequence's cache, after `at_length` tokens, within this many MiB.
         at_length: see `cache_mib`.
@@ -74,6 +76,7 @@ class ExactHeadsSection(Section):
         recall_tokens: tokens of recall rows that it reads; 0 chooses by text alone.
     """
 
+    heads: Annotated[dict[CountOrZero, Indices], Field(min_length=1)] | None = None
     count: Count | None = None
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
     cache_mib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -84,9 +87,9 @@ class ExactHeadsSection(Section):
 
     @model_validator(mode="after")
     def _check_budget(self) -> ExactHeadsSection:
-        given = [name for name in ("count", "share", "cache_mib") if getattr(self, name) is not None]
+        given = [name for name in ("heads", "count", "share", "cache_mib") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"give one of count, share and cache_mib (got {', '.join(given) or 'none'})")
+            raise ValueError(f"give one of heads, count, share and cache_mib (got {', '.join(given) or 'none'})")
         return self
 
 
@@ -97,19 +100,29 @@ class ConvertSection(Section):
         mixer: a preset's name, or its parts (`{preset: taylor, order: 1}`).
         layers: mixers of single layers, by layer range (`{"0-3": softmax, "5,7": {preset: taylor, order: 1}}`; `-1` is
             the last layer).
-        exact_heads: key/value heads that stay softmax, chosen by the run; None is those the mixers name.
+        exact_heads: key/value heads that stay softmax, by layer or chosen by the run; None is those the mixers name.
     """
 
     mixer: Mixer = Field(default="2mamba", validate_default=True)
     layers: Annotated[dict[str, Mixer], BeforeValidator(text_keys)] = Field(default_factory=dict)
     exact_heads: ExactHeadsSection | None = None
 
+    @property
+    def named_heads(self) -> dict[int, tuple[int, ...]]:
+        """Layer to heads of `exact_heads`, where it names them."""
+        return {} if self.exact_heads is None or self.exact_heads.heads is None else self.exact_heads.heads
+
+    @property
+    def chooses_heads(self) -> bool:
+        """Whether the run chooses heads that stay softmax."""
+        return self.exact_heads is not None and self.exact_heads.heads is None
+
     @model_validator(mode="after")
     def _check_heads(self) -> ConvertSection:
         named = [mixer.exact_kv_heads for mixer in (self.mixer, *self.layers.values()) if mixer.exact_kv_heads]
         if self.exact_heads is not None and named:
             raise ValueError(
-                f"exact_heads chooses the heads that stay softmax, but a mixer names exact_kv_heads {list(named[0])} "
+                f"exact_heads gives the heads that stay softmax, but a mixer names exact_kv_heads {list(named[0])} "
                 "already; remove one of the two"
             )
         return self

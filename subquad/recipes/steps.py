@@ -51,9 +51,10 @@ class Outcome:
 
 def plan_layers(shop: Workshop) -> Outcome:
     """Print what every layer becomes; where the recipe asks for it, choose the heads that stay softmax first."""
-    if shop.recipe.convert.exact_heads is None:
-        shop.console.print(render_plan(shop.base_plan))
-        return Outcome(shop.base_plan.to_dict())
+    if not shop.recipe.convert.chooses_heads:
+        shop.console.print(render_plan(shop.plan))
+        named = shop.recipe.convert.named_heads
+        return Outcome({**shop.plan.to_dict(), **({"exact_heads": {"exact_kv_heads": named}} if named else {})})
     ranking = choose_heads(shop)
     exact = ranking.exact_kv_heads()
     plan = shop.plan_with(exact)

@@ -74,8 +74,8 @@ class Workshop:
     @cached_property
     def plan(self) -> ConversionPlan:
         """What every layer becomes; where the run chooses exact heads, the stage `plan` must have chosen them."""
-        if self.recipe.convert.exact_heads is None:
-            return self.base_plan
+        if not self.recipe.convert.chooses_heads:
+            return self.plan_with(self.recipe.convert.named_heads)
         chosen = self.folder.result("plan")["exact_heads"]["exact_kv_heads"]
         return self.plan_with({int(layer): tuple(heads) for layer, heads in chosen.items()})
 

@@ -9,6 +9,7 @@ from subquad.convert.source import inspect_source
 from subquad.errors import ConfigError
 from subquad.layers import cache_bytes, converted_layers
 from subquad.recipes import runner
+from subquad.recipes.actions import plan_recipe
 from subquad.recipes.checks import check_recipe_against
 from subquad.recipes.exact_heads import count_exact_heads
 from subquad.recipes.runner import run_recipe
@@ -44,6 +45,32 @@ def test_a_run_keeps_the_heads_it_chose(make_recipe):
     grows = {n: sum(cache_bytes(m, plan.geometry, 1, n, plan.dtype) for m in plan.mixers.values()) for n in (16, 64)}
     assert {n: results.cache_bytes.student[n] for n in (16, 64)} == grows
     assert grows[64] > grows[16]
+
+
+def test_a_run_keeps_the_heads_it_is_told(make_recipe):
+    recipe = make_recipe(
+        convert={"mixer": MIXER, "exact_heads": {"heads": {"1": [0]}}}, stage1={"tokens": 0}, stage2={"tokens": 64}
+    )
+    planned = plan_recipe(recipe)
+    assert [layer.mixer.exact_kv_heads for layer in planned.layers] == [(), (0,)]
+    run_recipe(recipe)
+    model = runner._open_workshop(recipe, None).exported_student()
+    assert {layer.layer_idx: layer.split.exact for layer in converted_layers(model)} == {0: (), 1: (0,)}
+    result = json.loads((recipe.run_dir / "stages" / "plan.json").read_text())["result"]
+    assert result["exact_heads"] == {"exact_kv_heads": {"1": [0]}}
+
+
+@pytest.mark.parametrize("heads", [{"2": [0]}, {"1": [2]}, {"0": [0, 1, 5]}])
+def test_heads_the_model_does_not_have(make_recipe, heads):
+    recipe = make_recipe(convert={"mixer": MIXER, "exact_heads": {"heads": heads}})
+    with pytest.raises(ConfigError, match="layers are 0 to 1, key/value heads 0 to 1"):
+        plan_recipe(recipe)
+
+
+@pytest.mark.parametrize("heads", [{}, {"0": []}, {"0": [1, 1]}, {"-1": [0]}])
+def test_heads_badly_named(make_recipe, heads):
+    with pytest.raises(ConfigError, match=r"exact_heads\.heads"):
+        make_recipe(convert={"mixer": MIXER, "exact_heads": {"heads": heads}})
 
 
 def test_recall_reaches_both_stages(make_recipe, text_files):
@@ -115,7 +142,7 @@ def test_budgets_that_cannot_be_are_named_before_anything_is_written(make_recipe
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"convert": {"exact_heads": {}}}, "give one of count, share and cache_mib (got none)"),
+        ({"convert": {"exact_heads": {}}}, "give one of heads, count, share and cache_mib (got none)"),
         ({"convert": {"exact_heads": {"count": 1, "share": 0.1}}}, "(got count, share)"),
         ({"convert": {"exact_heads": {"share": 1.0}}}, "convert.exact_heads.share"),
         (

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from subquad.convert.key_scores import KeyScoreFit
 from subquad.errors import ConfigError
 from subquad.layers import SubquadAttention, attention_mode, converted_layers
 from subquad.layers.inputs import HeadInputs
@@ -37,7 +38,8 @@ class CalibrationResult:
     """How far the heads are from their teacher: squared error of the head outputs over the teacher's mean square.
 
     Attributes:
-        error_before: layer index to the mean over its converted heads, before calibration.
+        error_before: layer index to the mean over its converted heads, before calibration (but with the keys that the
+            fitted score keeps).
         error_after: the same with the chosen settings.
         loss_before: nats per token on the first calibration rows before calibration.
         loss_after: the same with the chosen settings.
@@ -86,6 +88,13 @@ _TEMPERATURE = _Axis(TEMPERATURES, _write_temperature, per_kv_head=False)
 _TIMESCALE = _Axis(TIMESCALES, _write_timescale, per_kv_head=True)
 _NORM_WEIGHT = _Axis(NORM_WEIGHTS, _write_norm_weight, per_kv_head=False)
 _EXPONENT = _Axis(POSITION_EXPONENTS, _write_exponent, per_kv_head=True)
+
+
+class _Watcher(Protocol):
+    """What measures a layer."""
+
+    def add(self, inputs: HeadInputs) -> None:
+        """Read one batch of the teacher's inputs."""
 
 
 class _LayerSearch:
@@ -167,8 +176,8 @@ def calibrate(
     offset the temperature sets the ratio of score and offset, which is what matters, so the offset stays 1. Pure mixers
     whose output has another size than a weighted mean are searched for that instead: the weight of their norm, or
     Cottention's exponent. An `exp` score starts as its teacher, its decay with it. A layer with nothing to search is
-    left as it is, and named in the log. Nothing is trained; the cost is two teacher forwards plus up to nine student
-    attentions per batch.
+    left as it is, and named in the log. Where keys are kept, their score is fitted first (`KeyScoreFit`). Nothing is
+    trained; the cost is two teacher forwards, or three, plus up to nine student attentions per batch.
 
     A head that is nearer to its teacher does not make the model better for certain. So the model's loss is measured
     before and after on the first rows, and settings that raise it are undone with a warning.
@@ -176,7 +185,8 @@ def calibrate(
     Args:
         model: a converted model with fresh mixers.
         rows: batches with `input_ids` `[B, T]` and optionally `position_ids`; a few thousand tokens are enough.
-        on_batch: called with the number of tokens after each batch of either pass (for a progress bar).
+        on_batch: called with the number of tokens after each batch of each of the `calibration_passes` (for a progress
+            bar).
 
     Returns:
         Errors and losses before and after.
@@ -193,6 +203,11 @@ def calibrate(
     mixers = [layer.mixer for layer in layers if layer.mixer is not None]
     saved = [{name: value.clone() for name, value in mixer.state_dict().items()} for mixer in mixers]
     loss_before = _loss(model, rows[:CHECKED_ROWS])
+    fits = {layer: KeyScoreFit(layer) for layer in layers if layer.mixer_config.kept_keys}
+    if fits:
+        _measure(model, fits, rows, on_batch)
+        for fit in fits.values():
+            fit.write()
     before: dict[int, float] = {}
     after: dict[int, float] = {}
     for pick in (_first_axis, _second_axis):
@@ -216,6 +231,11 @@ def calibrate(
     return CalibrationResult(before, after, loss_before, loss_after, kept, tokens)
 
 
+def calibration_passes(model: PreTrainedModel) -> int:
+    """Return how often `calibrate` goes over its rows: for temperatures, for decays, and for kept keys."""
+    return 2 + any(layer.mixer_config.kept_keys for layer in converted_layers(model) if layer.mixer is not None)
+
+
 @torch.no_grad()
 def _loss(model: PreTrainedModel, rows: Sequence[dict[str, Tensor]]) -> float:
     """Return the student's mean loss per predicted token; the first token of a document is not predicted."""
@@ -234,7 +254,7 @@ def _loss(model: PreTrainedModel, rows: Sequence[dict[str, Tensor]]) -> float:
 @torch.no_grad()
 def _measure(
     model: PreTrainedModel,
-    searches: dict[SubquadAttention, _LayerSearch],
+    searches: Mapping[SubquadAttention, _Watcher],
     rows: Sequence[dict[str, Tensor]],
     on_batch: Callable[[int], None] | None,
 ) -> None:
@@ -248,8 +268,8 @@ def _measure(
 
 
 @contextmanager
-def _watch(searches: dict[SubquadAttention, _LayerSearch]) -> Iterator[None]:
-    """Hand every layer's input to its search while the teacher runs."""
+def _watch(searches: Mapping[SubquadAttention, _Watcher]) -> Iterator[None]:
+    """Hand every layer's input to what measures it while the teacher runs."""
 
     def hook(layer: SubquadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = layer.inputs(kwargs["hidden_states"], kwargs["position_embeddings"], kwargs.get("sequence"))

@@ -37,8 +37,9 @@ def cache_layout(mixer: MixerConfig, geometry: LayerGeometry, dtype: torch.dtype
 
     Returns:
         Buffer name to its spec. `values` and `normaliser` are the recurrent state; `far_*` the stream that waits to
-        leave the window; `window_*` and `sink_*` the exact part; `exact_*` the heads kept as softmax; `past_*` keys and
-        values of scores without a state; `conv` and `shift` the last tokens' heads; `num_seen` counts real tokens.
+        leave the window; `window_*`, `sink_*` and `kept_*` the exact part; `exact_*` the heads that stay softmax;
+        `past_*` keys and values of scores without a state; `conv` and `shift` the last tokens' heads; `num_seen`
+        counts real tokens.
     """
     split, mixed = geometry.split(mixer.exact_kv_heads)
     heads, dim = mixed.num_kv_heads, mixed.head_dim
@@ -65,7 +66,7 @@ def cache_layout(mixer: MixerConfig, geometry: LayerGeometry, dtype: torch.dtype
         )
         if mixer.decay != "none":
             layout["past_log_decay"] = BufferSpec((0, heads), torch.float32, grows=True)
-        if mixer.write_gate:
+        if mixer.write_gate or mixer.kept_keys:
             layout["past_write"] = BufferSpec((0, heads), torch.float32, grows=True)
     if mixer.conv_width > 1:
         channels = (mixed.num_heads + 2 * heads) * dim
@@ -95,6 +96,25 @@ def _window_layout(mixer: MixerConfig, heads: int, dim: int, dtype: torch.dtype)
     if mixer.sinks:
         sink = BufferSpec((mixer.sinks, heads, dim), dtype)
         layout.update(sink_keys=sink, sink_values=sink)
+    if mixer.kept_keys:
+        layout.update(_kept_layout(mixer, heads, dim, dtype))
+    return layout
+
+
+def _kept_layout(mixer: MixerConfig, heads: int, dim: int, dtype: torch.dtype) -> dict[str, BufferSpec]:
+    token = BufferSpec((mixer.kept_keys, heads, dim), dtype)
+    number = BufferSpec((mixer.kept_keys, heads), torch.float32)
+    layout = {
+        "kept_keys": token,
+        "kept_values": token,
+        "kept_scores": number,
+        "kept_valid": BufferSpec((mixer.kept_keys, heads), torch.bool),
+        "window_scores": BufferSpec((mixer.window, heads), torch.float32),
+    }
+    if far_stream_differs(mixer):
+        layout.update(kept_far_keys=token, kept_far_values=token)
+    if mixer.write_gate:
+        layout["kept_write"] = number
     return layout
 
 

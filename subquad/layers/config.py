@@ -56,6 +56,8 @@ class MixerConfig(BaseModel):
         qk_maps: learned head_dim x head_dim maps per head on the far part's q and k (identity at start, mergeable).
         window: number of last tokens scored exactly; 0 is the pure mixer of the papers.
         sinks: number of first tokens of a document scored exactly and never decayed.
+        kept_keys: tokens per key/value head that stay exact when they leave the window, those with the keys of highest
+            score (`kept_keys.py`); what they push out goes to the far part.
         mix_reference: unit of the far part's weight. `near`: far weights are multiples of the window's own mass
             (robust where logits are large); `absolute`: the score as it is.
         mix_by_mass: the far part's weight also follows, by learned per-head exponents, the window's mass, the far
@@ -94,6 +96,7 @@ class MixerConfig(BaseModel):
     qk_maps: bool = False
     window: Annotated[int, Field(ge=0)] = 0
     sinks: Annotated[int, Field(ge=0)] = 0
+    kept_keys: Annotated[int, Field(ge=0)] = 0
     mix_reference: Literal["near", "absolute"] = "near"
     mix_by_mass: bool = False
     mix_by_input: bool = False
@@ -127,6 +130,8 @@ class MixerConfig(BaseModel):
                 )
         if self.sinks and not self.window:
             problems.append(f"sinks: {self.sinks} needs window > 0: sinks share the window's softmax")
+        if self.kept_keys and not self.window:
+            problems.append(f"kept_keys: {self.kept_keys} needs window > 0: kept keys share the window's softmax")
         if self.feature_map == "learned" and self.qk_maps:
             problems.append("qk_maps: true beside feature_map: learned, which has maps of its own")
         if self.conv_activation != "none" and self.conv_width == 1:

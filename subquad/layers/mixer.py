@@ -16,6 +16,7 @@ from subquad.layers.far_weight import SMALLEST_MASS, FarInputs, FarWeight
 from subquad.layers.gates import OutputGate, TokenShift, WriteGate
 from subquad.layers.geometry import LayerGeometry
 from subquad.layers.inputs import Buffers, HeadInputs
+from subquad.layers.kept_keys import KeptStream, KeyScore
 from subquad.layers.norms import QKNorm, head_norm, rms_over_heads
 from subquad.layers.score import ScoreMap
 from subquad.layers.stream import (
@@ -83,6 +84,7 @@ class Mixer(nn.Module):
         value_step: factor on v, or None (with `decay: mamba2` the softplus step is the decay's).
         write_gate: how much of each token is written, or None.
         far_weight: how much the far part counts beside the window; None without a window.
+        key_score: which keys stay exact behind the window, or None.
         norm_weight: `[num_heads * head_dim]` float32 of the output's norm, or None.
         norm_bias: the same of a layer norm, or None.
         skip: `[num_heads]` float32, D of Mamba-2 [D]: `y_t <- y_t + D v_t` (v before its step), 0 at the start, since
@@ -121,6 +123,7 @@ class Mixer(nn.Module):
         self.position_step = PositionValueStep(kv_heads) if config.value_step == "position" else None
         self.write_gate = WriteGate(hidden, kv_heads) if config.write_gate else None
         self.far_weight = FarWeight(config, geometry) if config.window else None
+        self.key_score = KeyScore(geometry) if config.kept_keys else None
         normed = config.normaliser in (*_NORMS_OVER_HEADS, *_HEAD_NORMS)
         self.norm_weight = nn.Parameter(torch.ones(heads * dim)) if normed else None
         self.norm_bias = nn.Parameter(torch.zeros(heads * dim)) if config.normaliser == "head_layer" else None
@@ -163,18 +166,33 @@ class Mixer(nn.Module):
                 out = out / rank.clamp_min(1)[..., None, None].to(out.dtype)
             return MixerParts(out, mass, None, self._skipped(far.skipped), gate)
         assert rank is not None, "a window needs positions"
-        stream = WindowStream(inputs, rank, config.window, config.sinks)
+        return self._beside_window(inputs, WindowStream(inputs, rank, config.window, config.sinks), window_only, gate)
+
+    def _beside_window(
+        self, inputs: HeadInputs, stream: WindowStream, window_only: bool, gate: Tensor | None
+    ) -> MixerParts:
+        """Compute the exact part, and unless it is alone the far part."""
+        config, buffers = self.config, inputs.buffers
         shared = None
         if buffers is not None and not far_stream_differs(config):
             shared = (buffers["window_keys"], buffers["window_values"])
         rotated = inputs.rotate(inputs.q, inputs.k)
+        kept = leaving = None
+        if self.key_score is not None:
+            kept = KeptStream(config.kept_keys, self.key_score, inputs, stream)
+            leaving = [stream.peek(x, name) for x, name in ((rotated[1], "window_keys"), (inputs.v, "window_values"))]
         near = stream.near(*rotated, inputs.v)
+        if kept is not None and leaving is not None:
+            near = kept.attend(near, rotated[0], *leaving)
         # Nobody reads the far part of the control, or without a cache that of a window longer than the input.
         if window_only or (buffers is None and config.window >= inputs.q.shape[1]):
             return MixerParts(None, None, near, gate=gate)
-        far = self._far_inputs(inputs, rank, rotated)
-        out, mass = self._attend(far.q, stream.delay(far.k, far.v, far.log_decay, far.write, shared), buffers)
-        tokens = rank - config.window - config.sinks
+        far = self._far_inputs(inputs, stream.rank, rotated)
+        written = stream.delay(far.k, far.v, far.log_decay, far.write, shared)
+        if kept is not None:
+            written = kept.reroute(written, shared is not None)
+        out, mass = self._attend(far.q, written, buffers)
+        tokens = stream.rank - config.window - config.sinks - config.kept_keys
         return MixerParts(out, mass, near, gate=gate, far_inputs=FarInputs(inputs.hidden_states, tokens))
 
     def _visible_tokens(self, inputs: HeadInputs) -> Tensor:

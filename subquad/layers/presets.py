@@ -227,8 +227,8 @@ def resolve_mixer(value: str | dict[str, object]) -> MixerConfig:
     base = PRESETS[name].model_dump()
     if parts.get("causal") is False:
         # a preset's window is an addition for conversions of decoders, not a part of its system
-        base.update({key: 0 for key in ("window", "sinks") if key not in parts})
-    for conflict, keys in {"window": ("sinks",), "decay": ("decay_timescale",)}.items():
+        base.update({key: 0 for key in ("window", "sinks", "kept_keys") if key not in parts})
+    for conflict, keys in {"window": ("sinks", "kept_keys"), "decay": ("decay_timescale",)}.items():
         if parts.get(conflict) in (0, "none"):
-            base.update({key: (0 if key == "sinks" else None) for key in keys if key not in parts})
+            base.update({key: MixerConfig.model_fields[key].default for key in keys if key not in parts})
     return parse_mixer({**base, **parts})

@@ -104,6 +104,7 @@ class WindowStream:
         rank: `[B, T]` real tokens of the document up to each position.
         takes: `[B, T]` bool, tokens that will leave the window for the far part (real and not sinks).
         valid: `[B, W + T]` bool, `takes` behind that of the W positions before.
+        leaving: `[B, T]` bool, whether a token of the step's own document leaves the window at it for the far part.
     """
 
     def __init__(self, inputs: HeadInputs, rank: Tensor, window: int, sinks: int) -> None:
@@ -122,6 +123,25 @@ class WindowStream:
         self.is_sink = real & (rank <= sinks)
         self.takes = real & ~self.is_sink
         self.valid = shift_through(self.takes, window, "window_valid", inputs.buffers)
+        self.leaving = self.valid[:, : self.takes.shape[1]]
+        documents = self.sequence.documents
+        if documents is not None:
+            delayed = shift_through(documents + 1, window, "documents", None)[:, : self.takes.shape[1]]
+            self.leaving = self.leaving & (delayed == documents + 1)
+
+    def peek(self, x: Tensor, name: str) -> Tensor:
+        """Return what leaves the window at each step, without moving the cached window on.
+
+        Args:
+            x: `[B, T, ...]` of the new tokens.
+            name: the cached tensor's name.
+
+        Returns:
+            `[B, T, ...]`, x delayed by the window.
+        """
+        if self.buffers is None:
+            return shift_through(x, self.window, name, None)[:, : x.shape[1]]
+        return torch.cat([self.buffers[name].to(x.dtype), x], dim=1)[:, : x.shape[1]]
 
     def near(self, q: Tensor, k: Tensor, v: Tensor) -> WindowOutput:
         """Attend exactly to the window and the sinks.
@@ -179,13 +199,8 @@ class WindowStream:
             log_decay = shift_through(log_decay, self.window, "far_log_decay", buffers)[:, :num_new]
         if write is not None:
             write = shift_through(write, self.window, "far_write", buffers)[:, :num_new]
-        weight = self.valid[:, :num_new]
-        documents = self.sequence.documents
-        if documents is not None:
-            delayed = shift_through(documents + 1, self.window, "documents", None)[:, :num_new]
-            weight = weight & (delayed == documents + 1)
         log_decay = reset_at_documents(log_decay, self.sequence, k[:, :num_new])
-        return FarStream(k[:, :num_new], v[:, :num_new], log_decay, weight, write)
+        return FarStream(k[:, :num_new], v[:, :num_new], log_decay, self.leaving, write)
 
 
 def reset_at_documents(log_decay: Tensor | None, sequence: SequenceInfo, k: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from subquad.convert.calibrate import CalibrationResult, calibrate
+from subquad.convert.calibrate import CalibrationResult, calibrate, calibration_passes
 from subquad.convert.export import export_student
 from subquad.convert.modelcard import ModelCard, write_model_card
 from subquad.convert.plan_table import render_plan
@@ -194,8 +194,7 @@ def bare_card(shop: Workshop) -> ModelCard:
 
 def _calibrate(shop: Workshop) -> CalibrationResult:
     rows = shop.batches("calibrate", shop.recipe.calibrate.tokens)
-    # the rows are gone over twice: for the temperatures, then for the decays
-    total = 2 * sum(row["input_ids"].numel() for row in rows)
+    total = calibration_passes(shop.student) * sum(row["input_ids"].numel() for row in rows)
     with token_bar("calibrating", total, shop.console) as count:
         return calibrate(shop.student, rows, on_batch=count)
 

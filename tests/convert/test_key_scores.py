@@ -1,0 +1,120 @@
+"""The score of kept keys is a regression on the teacher's attention, and it chooses better keys."""
+
+import pytest
+import torch
+
+from subquad.convert.calibrate import calibrate, calibration_passes
+from subquad.convert.key_scores import MIN_FAR_QUERIES, KeyScoreFit, far_attention
+from subquad.convert.plan import plan_conversion
+from subquad.convert.surgery import apply_plan
+from subquad.layers import attention_mode, converted_layers, resolve_mixer
+from subquad.layers.kept_keys import key_features
+from subquad.layers.sequence import SequenceInfo
+from tests.tiny_llama import tiny_teacher, tiny_tokens
+
+
+def convert(teacher, **parts):
+    mixer = resolve_mixer({"preset": "2mamba", "window": 8, "sinks": 2, "kept_keys": 6, **parts})
+    return apply_plan(teacher, plan_conversion(teacher.config, mixer))
+
+
+def inputs_of(model, ids, **kwargs):
+    """Return layer 0 and the heads it is given."""
+    found = []
+    layer = converted_layers(model)[0]
+    hook = layer.register_forward_pre_hook(
+        lambda module, args, named: found.append(
+            module.inputs(named["hidden_states"], named["position_embeddings"], named.get("sequence"))
+        ),
+        with_kwargs=True,
+    )
+    with torch.no_grad(), attention_mode(model, "teacher"):
+        model(ids, use_cache=False, **kwargs)
+    hook.remove()
+    return layer, found[0]
+
+
+def test_attention_from_beyond_the_window():
+    model = convert(tiny_teacher())
+    layer, inputs = inputs_of(model, tiny_tokens(2, 60))
+    received, measured = far_attention(layer, inputs, 1)
+    q, k = inputs.rotate(inputs.q, inputs.k)
+    group = layer.split.group_size
+    expected = torch.zeros(60, 2)
+    for t in range(60):
+        for head in range(q.shape[2]):
+            weights = (q[1, t, head] @ k[1, : t + 1, head // group].T * layer.scaling).softmax(0)
+            for s in range(max(0, t - 7)):
+                expected[s, head // group] += weights[s]
+    counts = torch.tensor([max(60 - s - 8, 0) for s in range(60)])
+    torch.testing.assert_close(received, expected / counts.clamp_min(1)[:, None])
+    assert measured.tolist() == [s >= 2 and counts[s] >= MIN_FAR_QUERIES for s in range(60)]
+
+
+def test_padding_and_other_documents_are_left_out():
+    model = convert(tiny_teacher())
+    ids = tiny_tokens(2, 120)
+    layer, alone = inputs_of(model, ids[:, 50:])
+    received, measured = far_attention(layer, alone, 0)
+    positions = torch.cat([torch.arange(50), torch.arange(70)])[None].expand(2, -1)
+    packed = inputs_of(model, ids, position_ids=positions)[1]
+    found, named = far_attention(layer, packed, 0)
+    torch.testing.assert_close(found[50:], received)
+    assert torch.equal(named[50:], measured)
+    padded = alone._replace(sequence=SequenceInfo(real=(torch.arange(70) >= 20).expand(2, -1)))
+    shorter = inputs_of(model, ids[:, 70:])[1]
+    found, named = far_attention(layer, padded, 0)
+    expected, wanted = far_attention(layer, shorter, 0)
+    assert not named[:20].any()
+    assert torch.equal(named[20:], wanted)
+    # rotations differ by a constant, which attention does not see
+    torch.testing.assert_close(found[20:][wanted], expected[wanted], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("exact", [[], [1]])
+def test_the_fit_is_least_squares(exact):
+    model = convert(tiny_teacher(), exact_kv_heads=exact)
+    layer, inputs = inputs_of(model, tiny_tokens(4, 200))
+    fit = KeyScoreFit(layer)
+    fit.add(inputs)
+    fit.write()
+    kept = inputs.select(layer.split, layer.split.mixed)
+    rows = [far_attention(layer, kept, row) for row in range(4)]
+    for head in range(2 - len(exact)):
+        x = torch.cat([key_features(kept.k)[row, measured, head] for row, (_, measured) in enumerate(rows)])
+        y = torch.cat([received[measured, head].log() for received, measured in rows])
+        predicted = x @ layer.mixer.key_score.weight[head]
+        # better than any one number, and as good as a plain solver's
+        centred = (y - y.mean()) - (predicted - predicted.mean())
+        ones = torch.cat([x, torch.ones(len(x), 1)], dim=1).double()
+        best = torch.linalg.lstsq(ones, y.double()[:, None]).solution[:, 0]
+        rest = y.double() - ones @ best
+        assert centred.square().mean() < 0.98 * y.var()
+        assert centred.double().square().mean() < 1.1 * rest.square().mean() + 0.01 * y.var()
+
+
+def test_too_few_keys_leave_the_start():
+    model = convert(tiny_teacher())
+    layer, inputs = inputs_of(model, tiny_tokens(1, 45))
+    start = layer.mixer.key_score.weight.clone()
+    fit = KeyScoreFit(layer)
+    fit.add(inputs)
+    fit.write()
+    assert 0 < fit.num_keys < start.shape[1] + 1
+    assert torch.equal(layer.mixer.key_score.weight, start)
+
+
+def test_calibration_fits_it_and_counts_the_pass():
+    teacher = tiny_teacher()
+    rows = [{"input_ids": tiny_tokens(4, 200)}]
+    model = convert(teacher)
+    start = [layer.mixer.key_score.weight.clone() for layer in converted_layers(model)]
+    seen = []
+    result = calibrate(model, rows, on_batch=seen.append)
+    assert calibration_passes(model) == 3
+    assert sum(seen) == 3 * result.tokens
+    changed = [
+        not torch.equal(layer.mixer.key_score.weight, before)
+        for layer, before in zip(converted_layers(model), start, strict=True)
+    ]
+    assert all(changed) == result.kept

@@ -243,6 +243,7 @@ def _work_crossovers(mixer: MixerConfig, geometry: LayerGeometry, dtype: torch.d
         window=mixer.window,
         sinks=mixer.sinks,
         feature_dim=mixer.feature_dim,
+        kept_keys=mixer.kept_keys,
     )
     if not mixer.causal:
         return {**never, "prefill_crossover": bidirectional_crossover(shape)}

@@ -54,7 +54,7 @@ def _layer_table(plan: ConversionPlan) -> Table:
 def _work_table(plan: ConversionPlan) -> Table:
     caption = (
         "Counts of the attention itself, not times. FLOPs: against causal softmax, in chunks of "
-        f"{DEFAULT_CHUNK_SIZE} tokens. Bytes: the state read and written at every token, window and sinks read, "
+        f"{DEFAULT_CHUNK_SIZE} tokens. Bytes: the state read and written at every token, the exact keys read, "
         f"against a key/value cache in {str(plan.dtype).removeprefix('torch.')}."
     )
     columns: tuple[str, ...] = ("prefill FLOPs", "training FLOPs", "decode bytes")

@@ -18,7 +18,7 @@ _MODES: dict[EvalMode, tuple[AttentionMode, bool]] = {
     "student": ("student", True),
     "teacher": ("teacher", False),
     "window_only": ("window_only", False),
-    "student_without_far": ("window_only", True),
+    "student_without_far": ("exact_only", True),
 }
 
 
@@ -27,9 +27,9 @@ def evaluation_mode(model: nn.Module, mode: EvalMode | None) -> Iterator[None]:
     """Put a model in `eval()` and in an evaluation mode for the length of a `with` block; restore both after it.
 
     `student` is the model as it stands. `teacher` is the original attention and `window_only`, the control, its window
-    and sinks; both have the peft adapters off, because neither has been trained. `student_without_far` is the window
-    and sinks with the adapters on. An adapter that was merged and unloaded cannot be switched off: measure teacher and
-    control before merging.
+    and sinks; both have the peft adapters off, because neither has been trained. `student_without_far` is window, sinks
+    and kept keys with the adapters on. An adapter that was merged and unloaded cannot be switched off: measure teacher
+    and control before merging.
 
     Args:
         model: A converted model, with or without adapters, or any causal language model where `mode` is None.

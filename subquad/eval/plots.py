@@ -175,7 +175,7 @@ def plot_memory(table: CacheTable, path: Path) -> Plot:
     axes.set_yscale("log", base=2)
     for label, sizes, color, marker in (
         ("Teacher: key/value cache", table.kv, BLACK, "o"),
-        ("Student: state, window and sinks", table.student, BLUE, "D"),
+        ("Student: state and exact keys", table.student, BLUE, "D"),
     ):
         lengths = sorted(sizes)
         measured = [length for length in lengths if length in table.measured_lengths]

@@ -43,8 +43,9 @@ class LossTable(_Frozen):
         teacher: The original softmax model.
         student: The converted model after distillation.
         student_start: The converted model before distillation.
-        window_only: The control: the teacher's weights with the student's window and sinks, and no far part.
-        student_without_far: The distilled student with its far part off: what the window alone does with its weights.
+        window_only: The control: the teacher's weights with the student's window, sinks and softmax heads alone.
+        student_without_far: The distilled student with its far part off: what its exact part, window, sinks, kept keys
+            and softmax heads, does with its weights.
         standard_error: Standard error of each loss over rows.
         num_tokens: Predicted tokens.
         num_rows: Rows they came in.

@@ -88,7 +88,7 @@ def chunked_cost(
     - forward: `2 R e (1 + 1/G)` to write and read states, `(d + e) C` for the pairs inside a chunk;
     - backward: `R e (2 + 4/G)` to recompute the states, sum their gradients and take dv from those,
       `2 K e (1 + 1/G)` to contract dq and dk, `(3 d + 2 e) C` for the pairs;
-    - window and sinks: `2 (d + e) (W + S)` forward, `2 (3 d + 2 e) (W + S)` backward.
+    - exact keys, W + S + K of window, sinks and kept keys: `2 (d + e)` of each forward, `2 (3 d + 2 e)` backward.
 
     Bytes per token: q, k, v and the output once (three times with the backward pass), and a state written and read
     once per chunk, `4 R e / C` with 2-byte entries; backward the recomputed states and their gradients likewise.

@@ -30,6 +30,7 @@ class HeadShape:
         orders: Powers of the score, lowest first (ignored for softmax). Powers above 2 have no state.
         window: Last tokens that are scored exactly beside the polynomial.
         sinks: First tokens that are scored exactly beside the polynomial.
+        kept_keys: Far tokens that are scored exactly beside the polynomial.
         feature_dim: Width of q and k in the polynomial, where a feature map changes it; None is `head_dim`.
 
     Raises:
@@ -43,11 +44,14 @@ class HeadShape:
     window: int = 0
     sinks: int = 0
     feature_dim: int | None = None
+    kept_keys: int = 0
 
     def __post_init__(self) -> None:
         check_counts(head_dim=self.head_dim, value_head_dim=self.value_head_dim, group_size=self.group_size)
-        if self.window < 0 or self.sinks < 0:
-            raise ConfigError(f"window and sinks must be 0 or more, got {self.window} and {self.sinks}")
+        if min(self.window, self.sinks, self.kept_keys) < 0:
+            raise ConfigError(
+                f"window, sinks and kept_keys must be 0 or more, got {self.window}, {self.sinks} and {self.kept_keys}"
+            )
         if not self.orders or self.orders[0] < 0 or list(self.orders) != sorted(set(self.orders)):
             raise ConfigError(f"orders must be powers 0, 1, 2, … in ascending order, got {self.orders}")
 
@@ -58,8 +62,8 @@ class HeadShape:
 
     @property
     def exact_keys(self) -> int:
-        """Keys that each query scores exactly: window and sinks."""
-        return self.window + self.sinks
+        """Keys that each query scores exactly: window, sinks and kept keys."""
+        return self.window + self.sinks + self.kept_keys
 
     @property
     def state_numbers(self) -> int:

@@ -18,10 +18,12 @@ from subquad.layers.cache import cache_layout, subquad_cache_layer
 from subquad.layers.config import MixerConfig
 from subquad.layers.geometry import LayerGeometry
 from subquad.layers.inputs import HeadInputs
-from subquad.layers.mixer import Mixer
+from subquad.layers.mixer import Mixer, Reach
 from subquad.layers.sequence import SequenceInfo
 from subquad.layers.stream import append
 from subquad.layers.transfer import local_loss
+
+_REACHES: dict[str, Reach] = {"window_only": "window_only", "exact_only": "exact_only"}
 
 
 class SubquadAttention(nn.Module):
@@ -31,8 +33,8 @@ class SubquadAttention(nn.Module):
     `project_out` and `forward`, which its subclass overrides (`bert_attention.py`).
 
     `mode` says what a forward computes: `student` the mixer, `teacher` the original softmax attention, `window_only`
-    the window and sinks without the far part (the control), `transfer` the teacher's output, recording in `local_loss`
-    how far the student is from it.
+    the window and sinks alone (the control), `exact_only` these and the kept keys, `transfer` the teacher's output,
+    recording in `local_loss` how far the student is from it.
 
     Attributes:
         mixer_config: the parts of this layer's mixer.
@@ -215,14 +217,14 @@ class SubquadAttention(nn.Module):
         Returns:
             `[B, T, num_heads, head_dim]`.
         """
-        window_only = self.mode == "window_only"
+        reach = _REACHES.get(self.mode, "all")
         if self.mixer is None:
             return self.exact_heads(inputs)
         if not self.split.exact:
-            out = self.mixer.finish(self.mixer.parts(inputs, window_only=window_only)).to(inputs.v.dtype)
+            out = self.mixer.finish(self.mixer.parts(inputs, reach)).to(inputs.v.dtype)
             return out if self.softmax_share is None else self._blend(out, inputs, self.softmax_share)
         exact = self.exact_heads(inputs.select(self.split, self.split.exact))
-        mixed = self.mixer.parts(inputs.select(self.split, self.split.mixed), window_only=window_only)
+        mixed = self.mixer.parts(inputs.select(self.split, self.split.mixed), reach)
         out = torch.cat([exact, self.mixer.finish(mixed).to(exact.dtype)], dim=2)
         order = self.split.query_heads(self.split.exact) + self.split.query_heads(self.split.mixed)
         return out[:, :, torch.tensor(order, device=out.device).argsort()]

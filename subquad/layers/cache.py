@@ -171,15 +171,16 @@ class SubquadCacheLayer(CacheLayerMixin):
         """Note the attention mode at the first use, and refuse another one later.
 
         Args:
-            mode: `student` or `window_only`; the latter keeps the window alone and no state of the far part.
+            mode: `student`, or `window_only` and `exact_only`, which keep no state of the far part.
 
         Raises:
             ConfigError: The cache was begun in another mode.
         """
         if self.mode not in (None, mode):
             raise ConfigError(
-                f"this cache was begun in {self.mode} mode and cannot continue in {mode} mode: window_only keeps no "
-                "state of the far part, and either mode's keys and values are its own. Start with a new cache."
+                f"this cache was begun in {self.mode} mode and cannot continue in {mode} mode: window_only and "
+                "exact_only keep no state of the far part, and each mode's keys and values are its own. Start with a "
+                "new cache."
             )
         self.mode = mode
 

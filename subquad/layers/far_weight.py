@@ -15,6 +15,10 @@ from subquad.layers.geometry import LayerGeometry
 START_LOG_MIX = -14.0
 # An output that an RMS norm has given unit size needs less.
 START_LOG_MIX_UNSHARED = -6.0
+# A sum of scores grows with the text, the teacher's far share hardly does: from 128 to 1,500 tokens its odds grow as
+# n ** 0.15 (SmolLM2-135M, `docs/log.md`). So a text longer than those of calibration does not drown its window.
+START_LENGTH_EXPONENT = -0.85
+START_MEAN_LOG_LENGTH = 5.5
 SMALLEST_MASS = 1e-6
 # A query of padding sees nothing: the log of its window's mass is -inf.
 _LOWEST_LOG = -1e4
@@ -38,8 +42,8 @@ class FarWeight(nn.Module):
     """`log u_t = log_mix + a log Z_t + b log S_t + c log n_t + W x_t` per head, u the weight of a unit of far mass.
 
     Z is the window's mass (the sum of e^logit over window and sinks), S the far part's own sum of weights, n the number
-    of tokens in it, x the layer's input. With `mix_reference: near` u counts in multiples of Z, so that a = b = c = 0
-    and W = 0, the start, give a far share that neither a match in the window nor a longer text moves but through S.
+    of tokens in it, x the layer's input. With `mix_reference: near` u counts in multiples of Z, so that a = b = 0, the
+    start, give a far share that a match in the window does not move. c starts at -0.85, since S grows with the text.
     A teacher's far share does follow them: of the log ratio of its far mass to its window's mass, S and n explain 46 %
     and all three 65 % of the variance within a head (SmolLM2-135M, 1,024 tokens, mean over heads; `docs/log.md`).
 
@@ -48,8 +52,9 @@ class FarWeight(nn.Module):
 
     Attributes:
         log_mix: `[num_heads]` float32.
-        exponents: `[3, num_heads]` float32, a, b and c, 0 at the start; None without `mix_by_mass`.
-        means: `[3, num_heads]` float32, the means of the logs at calibration, 0 before; None without `mix_by_mass`.
+        exponents: `[3, num_heads]` float32, a, b and c; 0, 0 and -0.85 at the start; None without `mix_by_mass`.
+        means: `[3, num_heads]` float32, the means of the logs at calibration; before it 0, 0 and 5.5; None without
+            `mix_by_mass`.
         input_weight: `[num_heads, hidden_size]` float32, W, 0 at the start; None without `mix_by_input`.
     """
 
@@ -78,6 +83,9 @@ class FarWeight(nn.Module):
             for tensor in (self.exponents, self.means, self.input_weight):
                 if tensor is not None:
                     tensor.zero_()
+            if self.exponents is not None and self.means is not None:
+                self.exponents[2] = START_LENGTH_EXPONENT
+                self.means[2] = START_MEAN_LOG_LENGTH
 
     def forward(self, near: WindowOutput, mass: Tensor | None, inputs: FarInputs) -> Tensor:
         """Return log u.

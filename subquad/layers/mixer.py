@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,10 @@ EXP_TIMESCALE_CONTEXTS = 16.0
 MIN_SHARED_NORMALISER = 0.1
 _NORMS_OVER_HEADS = ("rms", "gated_rms")
 _HEAD_NORMS = ("head_l2", "head_rms", "head_layer")
+
+
+# How far the output reaches.
+Reach = Literal["all", "exact_only", "window_only"]
 
 
 class MixerParts(NamedTuple):
@@ -140,12 +144,12 @@ class Mixer(nn.Module):
                 if parameter is not None:
                     parameter.zero_()
 
-    def parts(self, inputs: HeadInputs, *, window_only: bool = False) -> MixerParts:
+    def parts(self, inputs: HeadInputs, reach: Reach = "all") -> MixerParts:
         """Compute the far part and the window, before they are joined.
 
         Args:
             inputs: the converted heads; their cache is updated.
-            window_only: leave the far part out of the result and of the cache.
+            reach: `exact_only` leaves the far part out of the result and of the cache, `window_only` the kept keys too.
 
         Returns:
             Everything `finish` needs.
@@ -166,11 +170,9 @@ class Mixer(nn.Module):
                 out = out / rank.clamp_min(1)[..., None, None].to(out.dtype)
             return MixerParts(out, mass, None, self._skipped(far.skipped), gate)
         assert rank is not None, "a window needs positions"
-        return self._beside_window(inputs, WindowStream(inputs, rank, config.window, config.sinks), window_only, gate)
+        return self._beside_window(inputs, WindowStream(inputs, rank, config.window, config.sinks), reach, gate)
 
-    def _beside_window(
-        self, inputs: HeadInputs, stream: WindowStream, window_only: bool, gate: Tensor | None
-    ) -> MixerParts:
+    def _beside_window(self, inputs: HeadInputs, stream: WindowStream, reach: Reach, gate: Tensor | None) -> MixerParts:
         """Compute the exact part, and unless it is alone the far part."""
         config, buffers = self.config, inputs.buffers
         shared = None
@@ -178,14 +180,14 @@ class Mixer(nn.Module):
             shared = (buffers["window_keys"], buffers["window_values"])
         rotated = inputs.rotate(inputs.q, inputs.k)
         kept = leaving = None
-        if self.key_score is not None:
+        if self.key_score is not None and reach != "window_only":
             kept = KeptStream(config.kept_keys, self.key_score, inputs, stream)
             leaving = [stream.peek(x, name) for x, name in ((rotated[1], "window_keys"), (inputs.v, "window_values"))]
         near = stream.near(*rotated, inputs.v)
         if kept is not None and leaving is not None:
             near = kept.attend(near, rotated[0], *leaving)
         # Nobody reads the far part of the control, or without a cache that of a window longer than the input.
-        if window_only or (buffers is None and config.window >= inputs.q.shape[1]):
+        if reach != "all" or (buffers is None and config.window >= inputs.q.shape[1]):
             return MixerParts(None, None, near, gate=gate)
         far = self._far_inputs(inputs, stream.rank, rotated)
         written = stream.delay(far.k, far.v, far.log_decay, far.write, shared)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from subquad.errors import ConfigError
 from subquad.layers.attention import SubquadAttention
 
-AttentionMode = Literal["student", "teacher", "window_only", "transfer"]
+AttentionMode = Literal["student", "teacher", "window_only", "exact_only", "transfer"]
 
 
 def converted_layers(model: nn.Module) -> list[SubquadAttention]:
@@ -25,20 +25,21 @@ def attention_mode(model: nn.Module, mode: AttentionMode) -> Iterator[None]:
 
     Args:
         model: a converted model, wrapped or not. Without converted layers this does nothing.
-        mode: `student`, `teacher` (original softmax), `window_only` (window and sinks, no far part; the control) or
-            `transfer` (teacher's output, student's error in `collect_local_losses`).
+        mode: `student`, `teacher` (original softmax), `window_only` (window and sinks alone; the control), `exact_only`
+            (these and the kept keys, no far part) or `transfer` (teacher's output, student's error in
+            `collect_local_losses`). Heads that stay softmax do so in each.
 
     Yields:
         Nothing.
 
     Raises:
-        ConfigError: An unknown mode, or `window_only` for a model with a layer that has no window.
+        ConfigError: An unknown mode, or one without far part for a model with a layer that has no window.
     """
     if mode not in get_args(AttentionMode):
         raise ConfigError(f"attention mode {mode!r} is unknown; use one of {', '.join(get_args(AttentionMode))}")
     layers = converted_layers(model)
-    if mode == "window_only":
-        require_window(model, "mode window_only")
+    if mode in ("window_only", "exact_only"):
+        require_window(model, f"mode {mode}")
     before = [layer.mode for layer in layers]
     try:
         for layer in layers:

@@ -20,7 +20,14 @@ _PAPER_STARTS = {
     "mamba2": (0.625, 1000.0),
 }
 # what a preset adds for pretrained weights and a model from random weights has no use for
-_WITHOUT_AIDS: dict[str, Any] = {"window": 0, "sinks": 0, "temperature": False, "qk_maps": False, "offset": False}
+_WITHOUT_AIDS: dict[str, Any] = {
+    "window": 0,
+    "sinks": 0,
+    "kept_keys": 0,
+    "temperature": False,
+    "qk_maps": False,
+    "offset": False,
+}
 
 
 def scratch_mixer(value: object) -> object:

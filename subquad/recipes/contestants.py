@@ -36,8 +36,8 @@ def load_contestants(
 ) -> list[Contestant]:
     """Load what an evaluation compares.
 
-    The teacher and the window-only control share one set of weights; the control has the student's window and sinks,
-    the teacher's weights and no far part.
+    The teacher and the window-only control share one set of weights; the control has the teacher's weights and the
+    student's window, sinks and softmax heads, no kept keys and no far part.
 
     Args:
         source: A run's folder, a converted checkpoint, or a checkpoint that has not been converted.

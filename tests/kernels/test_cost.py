@@ -321,7 +321,7 @@ def test_flops_in_pytorch():
     [
         ({"head_dim": 0}, "head_dim must be 1 or more, got 0"),
         ({"group_size": 0, "value_head_dim": -1}, "value_head_dim must be 1 or more, got -1; group_size"),
-        ({"window": -1}, "window and sinks must be 0 or more, got -1 and 0"),
+        ({"window": -1}, "window, sinks and kept_keys must be 0 or more, got -1, 0 and 0"),
         ({"orders": ()}, "ascending order, got ()"),
         ({"orders": (2, 1)}, "ascending order, got (2, 1)"),
         ({"orders": (1, 1)}, "ascending order, got (1, 1)"),

@@ -86,7 +86,7 @@ def contestant_mode(model: PreTrainedModel, contestant: Contestant) -> AbstractC
     """
     if contestant.mode is None:
         return nullcontext()
-    mode: AttentionMode = "window_only" if contestant.mode == "student_without_far" else contestant.mode
+    mode: AttentionMode = "exact_only" if contestant.mode == "student_without_far" else contestant.mode
     return attention_mode(model, mode)
 
 

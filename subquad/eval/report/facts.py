@@ -30,7 +30,8 @@ LIMITS = (
     "Standard errors (±) of losses take a row of the packed text as the sampling unit. Rows of one document resemble "
     "each other, so they are a lower bound on the true uncertainty.",
     "A paired difference compares two models on the same rows; below two standard errors it counts as a tie.",
-    "The window-only control has the teacher's weights, the student's window and sinks, and no far part. "
+    "The window-only control has the teacher's weights and of the student's attention its window, its sinks and the "
+    "heads that stay softmax: no kept keys and no far part. "
     "It costs no training, so a student must beat it to be worth anything.",
     "A low loss does not show that the model can look things up in a long context; the needle in a haystack does.",
 )

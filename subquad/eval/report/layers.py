@@ -18,7 +18,8 @@ _HEAD = ["Layer", "Relative error", "Half-lives per KV head (tokens)", "Far shar
 _CAPTION = (
     "Relative error: squared error of the layer's output against its own softmax attention on the same input, as a "
     "share of that output's power. Half-life: tokens after which the decay of a head has halved what it wrote, at its "
-    "mean rate. Far share: part of the attention that goes beyond window and sinks. Exact heads kept their softmax."
+    "mean rate. Far share: part of the attention that goes beyond window, sinks and kept keys. "
+    "Exact heads kept their softmax."
 )
 
 

@@ -1,4 +1,4 @@
-"""Fitting which keys a layer keeps: the score of a key predicts the attention it gets once it is far."""
+"""Fitting which keys a layer keeps: the score of a key predicts the most it will be worth to a far query."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from subquad.layers.kept_keys import key_features
 
 # A key's attention is measured where at least so many queries are beyond its window.
 MIN_FAR_QUERIES = 32
-# Attention below this is as good as none; its log would only spread the targets.
-LEAST_ATTENTION = 1e-7
+# What is worth less than this is worth nothing; its log would only spread the targets.
+LEAST_WORTH = 1e-7
 RIDGE = 1e-3
 
 
 class KeyScoreFit:
-    """Least squares, per key/value head, of the log of the mean attention that a key receives from far queries.
+    """Least squares, per key/value head, of the log of the most that a token is worth to any far query.
 
     The regression is on `key_features` and a constant, with a ridge of 1e-3 per key; the constant is not part of the
-    score, which orders keys of one head only. Attention is the teacher's, over all tokens, summed over the query heads
-    that share the key; a query is far from a key that is `window` or more tokens behind it.
+    score, which orders tokens of one head only. A token is worth its attention, the teacher's over all tokens, times
+    the norm of its value; a query is far from what is `window` or more tokens behind it. The largest attention chose
+    better than its root mean square and that better than its mean, and with the value's norm each did
+    (`docs/quality.md`).
     """
 
     def __init__(self, layer: SubquadAttention) -> None:
@@ -49,9 +51,10 @@ class KeyScoreFit:
         features = key_features(inputs.k)
         features = torch.cat([features, torch.ones_like(features[..., :1])], dim=-1)
         for row in range(inputs.q.shape[0]):
-            received, measured = far_attention(self.layer, inputs, row)
+            attention, measured = far_attention(self.layer, inputs, row)
+            worth = attention * inputs.v[row].float().norm(dim=-1)
             x = features[row, measured].transpose(0, 1).double().cpu()
-            y = received[measured].clamp_min(LEAST_ATTENTION).log().T.double().cpu()
+            y = worth[measured].clamp_min(LEAST_WORTH).log().T.double().cpu()
             self.squares += x.transpose(1, 2) @ x
             self.products += (x.transpose(1, 2) @ y[..., None])[..., 0]
             self.num_keys += x.shape[1]
@@ -68,7 +71,7 @@ class KeyScoreFit:
 
 
 def far_attention(layer: SubquadAttention, inputs: HeadInputs, row: int) -> tuple[Tensor, Tensor]:
-    """Return how much attention keys receive from beyond the window.
+    """Return the most attention that a query beyond the window pays to each key.
 
     Args:
         layer: the layer.
@@ -76,8 +79,8 @@ def far_attention(layer: SubquadAttention, inputs: HeadInputs, row: int) -> tupl
         row: which sequence.
 
     Returns:
-        `[T, num_kv_heads]`, the mean over far queries of the attention probability, summed over the query heads of the
-        group, and `[T]` bool, the keys that are no sinks and have enough far queries.
+        `[T, num_kv_heads]`, the largest attention probability of far queries of the group's heads, and `[T]` bool, the
+        keys that are no sinks and have enough far queries.
     """
     config, group = layer.mixer_config, layer.split.group_size
     q, k = (x[row] for x in inputs.rotate(inputs.q, inputs.k))
@@ -88,12 +91,11 @@ def far_attention(layer: SubquadAttention, inputs: HeadInputs, row: int) -> tupl
         documents = inputs.sequence.documents[row]
         seen = seen & (documents == documents[:, None])
     far = seen & (steps[:, None] - steps >= config.window) & real[:, None]
-    received = []
+    attention = []
     for head in range(k.shape[1]):
         logits = torch.einsum("tgd,sd->gts", q[:, head * group : (head + 1) * group], k[:, head]).float()
         weights = (logits * layer.scaling).masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num()
-        received.append((weights * far).sum((0, 1)))
-    queries = far.sum(0)
+        attention.append((weights * far).amax((0, 1)))
     rank = inputs.sequence.token_rank(None, inputs.q)[row]
-    measured = (queries >= MIN_FAR_QUERIES) & real & (rank > config.sinks)
-    return torch.stack(received, dim=-1) / queries.clamp_min(1)[:, None], measured
+    measured = (far.sum(0) >= MIN_FAR_QUERIES) & real & (rank > config.sinks)
+    return torch.stack(attention, dim=-1), measured

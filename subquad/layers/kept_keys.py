@@ -18,11 +18,11 @@ STEPS_PER_UNIT = 256.0
 
 
 class KeyScore(nn.Module):
-    """How much a key will be looked at once it is far: `s = a . k + b |k| + c |k|**2`, per key/value head.
+    """How much a token will be worth once it is far: `s = a . k + b |k| + c |k|**2`, per key/value head.
 
     It reads the key before its rotation, so that it does not depend on the position. Calibration fits it to the
-    teacher: the log of the mean attention that a key receives from queries beyond the window (`key_features` is the
-    regression's input). It starts as `-|k|`: pretrained heads look far back mostly at keys of small norm (Devoto et
+    teacher: the log of the most that the token is worth to a query beyond the window (`convert/key_scores.py`;
+    `key_features` is the regression's input). It starts as `-|k|`: pretrained heads look far back mostly at keys of small norm (Devoto et
     al., arXiv 2406.11430). The choice has no gradient, and training leaves the score as it is.
 
     Attributes:

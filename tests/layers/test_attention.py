@@ -130,6 +130,33 @@ def test_student_differs_from_its_teacher_and_from_the_window(teacher, name):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["2mamba", "2mamba-kept"])
+def test_exact_only_adds_the_kept_keys(teacher, name):
+    ids, logits = tokens(), {}
+    model = convert(teacher, name)
+    for mode in ("window_only", "exact_only", "student"):
+        with attention_mode(model, mode):
+            logits[mode] = model(ids).logits
+    assert relative(logits["exact_only"], logits["student"]) > 1e-3
+    assert torch.equal(logits["exact_only"], logits["window_only"]) == (name == "2mamba")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("far", [{"preset": "2mamba"}, {"preset": "taylor", "order": 1}, {"preset": "mamba2s"}])
+def test_a_store_for_every_token_is_the_teacher(teacher, far):
+    ids, mask = tokens(), torch.ones(2, 40, dtype=torch.long)
+    mask[1, :9] = 0
+    packed = torch.cat([torch.arange(25), torch.arange(15)]).expand(2, -1)
+    calls = ({}, {"attention_mask": mask}, {"position_ids": packed, "use_cache": False})
+    expected = [teacher(ids, **call).logits for call in calls]
+    model = convert(teacher, {**far, "window": 4, "sinks": 2, "kept_keys": 40, "normaliser": "sum"})
+    for call, logits in zip(calls, expected, strict=True):
+        found = model(ids, **call).logits
+        assert relative(found[0], logits[0]) < 1e-4
+        assert relative(found[1, 9:], logits[1, 9:]) < 1e-4
+
+
+@torch.no_grad()
 def test_undo_is_bit_equal(teacher):
     ids = tokens()
     expected, weight = teacher(ids).logits, teacher.model.layers[0].self_attn.q_proj.weight
@@ -159,13 +186,17 @@ def test_decode_equals_one_forward(teacher, name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [name for name in MIXERS if mixer(MIXERS[name]).window])
-def test_the_control_decodes_without_a_far_part(teacher, name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [(name, "window_only") for name in MIXERS if mixer(MIXERS[name]).window]
+    + [(name, "exact_only") for name in MIXERS if mixer(MIXERS[name]).kept_keys],
+)
+def test_the_control_decodes_without_a_far_part(teacher, name, mode, monkeypatch):
     model = convert(teacher, name)
     ids, mask = tokens(), torch.ones(2, 40, dtype=torch.long)
     mask[1, :9] = 0
     monkeypatch.setattr("subquad.layers.mixer.poly_attention", lambda *args, **kwargs: pytest.fail("far part computed"))
-    with attention_mode(model, "window_only"):
+    with attention_mode(model, mode):
         full = model(ids, attention_mask=mask).logits
         cache, parts, done = DynamicCache(config=model.config), [], 0
         for size in (5, *[1] * 13, 22):

@@ -22,8 +22,8 @@ class KeyScore(nn.Module):
 
     It reads the key before its rotation, so that it does not depend on the position. Calibration fits it to the
     teacher: the log of the most that the token is worth to a query beyond the window (`convert/key_scores.py`;
-    `key_features` is the regression's input). It starts as `-|k|`: pretrained heads look far back mostly at keys of small norm (Devoto et
-    al., arXiv 2406.11430). The choice has no gradient, and training leaves the score as it is.
+    `key_features` is the regression's input). It starts as `-|k|`: pretrained heads look far back mostly at keys of
+    small norm (Devoto et al., arXiv 2406.11430). The choice has no gradient, and training leaves the score as it is.
 
     Attributes:
         weight: `[num_kv_heads, head_dim + 2]` float32, a, b and c; a buffer.

@@ -236,6 +236,33 @@ def calibration_passes(model: PreTrainedModel) -> int:
     return 2 + any(layer.mixer_config.kept_keys for layer in converted_layers(model) if layer.mixer is not None)
 
 
+def calibrate_layer(layer: SubquadAttention, batches: Sequence[HeadInputs]) -> tuple[float, float]:
+    """Do to one layer what `calibrate` does to each, from its inputs alone and without asking the model's loss.
+
+    Args:
+        layer: a converted layer with a fresh mixer.
+        batches: the teacher's heads.
+
+    Returns:
+        Mean relative error of its heads before and after; NaN for a layer with nothing to search.
+    """
+    if layer.mixer_config.kept_keys:
+        fit = KeyScoreFit(layer)
+        for inputs in batches:
+            fit.add(inputs)
+        fit.write()
+    errors = []
+    for number, pick in enumerate((_first_axis, _second_axis)):
+        axis = pick(layer)
+        if axis is None and (number or not layer.mixer_config.window):
+            continue
+        search = _LayerSearch(layer, axis)
+        for inputs in batches:
+            search.add(inputs)
+        errors.append(search.choose())
+    return (errors[0][0], errors[-1][1]) if errors else (float("nan"), float("nan"))
+
+
 @torch.no_grad()
 def _loss(model: PreTrainedModel, rows: Sequence[dict[str, Tensor]]) -> float:
     """Return the student's mean loss per predicted token; the first token of a document is not predicted."""

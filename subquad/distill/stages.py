@@ -19,7 +19,7 @@ from subquad.layers import require_window
 
 MIXER_MARK = ".self_attn.mixer."
 # what a layer computes from its whole input takes small steps: hundreds of weights move it together
-_FROM_INPUT = r"\.mixer\.(decay\.|write_gate\.|far_weight\.input_weight$)"
+_FROM_INPUT = r"\bmixer\.(decay\.|write_gate\.|far_weight\.input_weight$)"
 
 
 def run_stage1(
@@ -52,21 +52,25 @@ def run_stage1(
     _train_only(model, MIXER_MARK)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("the model has no converted layer with parameters, so stage 1 has nothing to train; skip it")
-    rules = (
-        GroupRule(name="maps", pattern=r"\.mixer\..*_map$", learning_rate=config.map_learning_rate),
-        GroupRule(name="decay", pattern=_FROM_INPUT, learning_rate=config.decay_learning_rate),
-        GroupRule(name="other", pattern=r"\.mixer\.", learning_rate=config.learning_rate),
-    )
     return run_job(
         StageJob(
             stage="stage1",
             objective=TransferObjective(model),
             dataset=dataset,
             config=config,
-            rules=rules,
+            rules=stage1_rules(config),
             work_dir=work_dir,
             log=log,
         )
+    )
+
+
+def stage1_rules(config: Stage1Config) -> tuple[GroupRule, ...]:
+    """Return which rate each of a mixer's parameters has in stage 1."""
+    return (
+        GroupRule(name="maps", pattern=r"\bmixer\..*_map$", learning_rate=config.map_learning_rate),
+        GroupRule(name="decay", pattern=_FROM_INPUT, learning_rate=config.decay_learning_rate),
+        GroupRule(name="other", pattern=r"\bmixer\.", learning_rate=config.learning_rate),
     )
 
 

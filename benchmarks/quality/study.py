@@ -1,6 +1,6 @@
 """A grid of conversion recipes on one model: every arm with every seed, one JSON row each, a table and a plot.
 
-    python -m benchmarks.quality.study benchmarks/quality/studies/hybrids.yaml --output runs/hybrids
+    python -m benchmarks.quality.study benchmarks/quality/studies/frontier.yaml --output runs/frontier
     python -m benchmarks.quality.study ... --arms far,heads-10         # some arms; finished ones are kept
     python -m benchmarks.quality.study ... --set stage2.tokens=60000   # another value in every arm
 

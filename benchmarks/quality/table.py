@@ -24,6 +24,7 @@ from subquad.eval.style import (
 )
 
 _COLORS = (BLUE, ORANGE, GREEN, RED, GREY)
+_MARKERS = ("o", "s", "^", "D")
 _MIB = 2**20
 _TRAINING = ("calibrate", "stage1", "stage2")
 _MODELS = ("teacher", "window_only", "student")
@@ -160,12 +161,18 @@ def _plot(
     title = f"{path.stem.removeprefix('frontier-').capitalize()} against bytes of the cache"
     figure, axes = new_figure(title, f"Cache at {length:,} tokens (MiB)", label)
     groups = list(dict.fromkeys(rows[index].group for index in values))
+    named: set[str] = set()
     for index, value in values.items():
         row = rows[index]
-        color = _COLORS[groups.index(row.group) % len(_COLORS)]
+        turn, which = divmod(groups.index(row.group), len(_COLORS))
+        color, marker = _COLORS[which], _MARKERS[turn % len(_MARKERS)]
         size = (row.cache_bytes(length) or 0) / _MIB
-        axes.plot(size, value, marker="o", color=color, linestyle="none")
-        axes.annotate(row.label, (size, value), textcoords="offset points", xytext=(5, 4), fontsize=8, color=color)
+        label = None if row.group in named else row.group
+        named.add(row.group)
+        axes.plot(size, value, marker=marker, color=color, linestyle="none", label=label)
+        axes.annotate(row.label, (size, value), textcoords="offset points", xytext=(5, 4), fontsize=7, color=color)
+    if len(groups) > 1:
+        axes.legend(fontsize=8)
     if teacher is not None:
         axes.axhline(teacher, color=BLACK, linewidth=1, linestyle=":")
         axes.axvline(_kv_bytes(rows[0], length) / _MIB, color=BLACK, linewidth=1, linestyle=":")

@@ -15,10 +15,12 @@ from subquad.layers.geometry import LayerGeometry
 START_LOG_MIX = -14.0
 # An output that an RMS norm has given unit size needs less.
 START_LOG_MIX_UNSHARED = -6.0
-# A sum of scores grows with the text, the teacher's far share hardly does: from 128 to 1,500 tokens its odds grow as
-# n ** 0.15 (SmolLM2-135M, `docs/log.md`). So a text longer than those of calibration does not drown its window.
-START_LENGTH_EXPONENT = -0.85
-START_MEAN_LOG_LENGTH = 5.5
+# A sum of scores grows with the text. The odds of a teacher's far share grow with the first tokens that leave the
+# window, and from 128 to 1,500 tokens hardly (SmolLM2-135M, `docs/log.md`): as n / (n + 128). So a text longer than
+# those of calibration does not drown its window.
+LENGTH_SCALE = 128.0
+START_LENGTH_EXPONENT = -1.0
+START_MEAN_LOG_LENGTH = 6.5
 SMALLEST_MASS = 1e-6
 # A query of padding sees nothing: the log of its window's mass is -inf.
 _LOWEST_LOG = -1e4
@@ -39,11 +41,11 @@ class FarInputs(NamedTuple):
 
 
 class FarWeight(nn.Module):
-    """`log u_t = log_mix + a log Z_t + b log S_t + c log n_t + W x_t` per head, u the weight of a unit of far mass.
+    """The log weight u of a unit of far mass, per head: `log_mix + a log Z_t + b log S_t + c log(n_t + 128) + W x_t`.
 
     Z is the window's mass (the sum of e^logit over window and sinks), S the far part's own sum of weights, n the number
     of tokens in it, x the layer's input. With `mix_reference: near` u counts in multiples of Z, so that a = b = 0, the
-    start, give a far share that a match in the window does not move. c starts at -0.85, since S grows with the text.
+    start, give a far share that a match in the window does not move. c starts at -1, since S grows with the text.
     A teacher's far share does follow them: of the log ratio of its far mass to its window's mass, S and n explain 46 %
     and all three 65 % of the variance within a head (SmolLM2-135M, 1,024 tokens, mean over heads; `docs/log.md`).
 
@@ -52,8 +54,8 @@ class FarWeight(nn.Module):
 
     Attributes:
         log_mix: `[num_heads]` float32.
-        exponents: `[3, num_heads]` float32, a, b and c; 0, 0 and -0.85 at the start; None without `mix_by_mass`.
-        means: `[3, num_heads]` float32, the means of the logs at calibration; before it 0, 0 and 5.5; None without
+        exponents: `[3, num_heads]` float32, a, b and c; 0, 0 and -1 at the start; None without `mix_by_mass`.
+        means: `[3, num_heads]` float32, the means of the logs at calibration; before it 0, 0 and 6.5; None without
             `mix_by_mass`.
         input_weight: `[num_heads, hidden_size]` float32, W, 0 at the start; None without `mix_by_input`.
     """
@@ -108,8 +110,8 @@ class FarWeight(nn.Module):
         return weight.clamp_max(_LARGEST_LOG_WEIGHT)
 
     def logs(self, near: WindowOutput, mass: Tensor | None, inputs: FarInputs) -> Tensor:
-        """Return log Z, log S and log n, `[3, B, T, num_heads]` float32; arguments as for `forward`."""
+        """Return log Z, log S and log (n + 128), `[3, B, T, num_heads]` float32; arguments as for `forward`."""
         assert mass is not None, "mix_by_mass goes with a sum of weights"
-        tokens = inputs.tokens.clamp_min(1).float().log()[..., None].expand_as(near.log_normaliser)
+        tokens = (inputs.tokens.clamp_min(0) + LENGTH_SCALE).log()[..., None].expand_as(near.log_normaliser)
         window = near.log_normaliser.float().clamp_min(_LOWEST_LOG)
         return torch.stack([window, mass.abs().clamp_min(SMALLEST_MASS).log(), tokens])

@@ -9,6 +9,7 @@ from subquad.convert.calibrate import calibrate
 from subquad.errors import ConfigError
 from subquad.layers import converted_layers
 from subquad.layers import resolve_mixer as mixer
+from subquad.layers.far_weight import LENGTH_SCALE
 from subquad.layers.inputs import HeadInputs
 from subquad.layers.sequence import SequenceInfo
 from tests.layers.test_attention import convert
@@ -55,7 +56,7 @@ def double_loop(layer, inputs, *, mix_reference="near", mix_by_mass=False, mix_b
                 far_mass = sum(scores.values())
                 log_u = float(weight.log_mix[h])
                 if mix_by_mass:
-                    logs = (math.log(window_mass), math.log(far_mass), math.log(len(far)))
+                    logs = (math.log(window_mass), math.log(far_mass), math.log(len(far) + LENGTH_SCALE))
                     for log, mean, power in zip(logs, weight.means[:, h], weight.exponents[:, h], strict=True):
                         log_u += float(power) * (log - float(mean))
                 if mix_by_input:
@@ -119,7 +120,7 @@ def test_calibration_sets_the_means_of_the_logs(monkeypatch):
     handle.remove()
     mean = torch.cat(seen[first], dim=1).mean((1, 2))
     torch.testing.assert_close(first.mixer.far_weight.means, mean, rtol=1e-4, atol=1e-4)
-    assert (mean[2] - torch.arange(1.0, 33.0).log().mean()).abs().max() < 1e-5
+    assert (mean[2] - (torch.arange(1.0, 33.0) + LENGTH_SCALE).log().mean()).abs().max() < 1e-5
 
 
 def test_refusals():

@@ -33,7 +33,8 @@ def cache_layout(mixer: MixerConfig, geometry: LayerGeometry, dtype: torch.dtype
     Args:
         mixer: the layer's mixer.
         geometry: the whole layer's sizes.
-        dtype: dtype of the model's activations; states, normalisers and decays are float32 whatever it is.
+        dtype: dtype of the model's activations; decays are float32 whatever it is, states and normalisers have the
+            mixer's `state_dtype`.
 
     Returns:
         Buffer name to its spec. `values` and `normaliser` are the recurrent state; `far_*` the stream that waits to
@@ -55,9 +56,10 @@ def cache_layout(mixer: MixerConfig, geometry: LayerGeometry, dtype: torch.dtype
         return layout
     if mixer.linear:
         rows = num_rows(mixer.feature_dim or dim, mixer.score_orders())
-        layout["values"] = BufferSpec((heads, rows, dim), torch.float32)
+        state = getattr(torch, mixer.state_dtype)
+        layout["values"] = BufferSpec((heads, rows, dim), state)
         if mixer.normalised:
-            layout["normaliser"] = BufferSpec((heads, rows), torch.float32)
+            layout["normaliser"] = BufferSpec((heads, rows), state)
     else:
         layout.update(
             past_keys=BufferSpec((0, heads, dim), dtype, grows=True),

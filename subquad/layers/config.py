@@ -65,6 +65,7 @@ class MixerConfig(BaseModel):
         mix_by_input: it also follows the layer's input, by a learned map that is 0 at the start.
         precision: of the far part's matrix products on a GPU, see `subquad.kernels.poly_attention`; `high` where
             queries are nearly orthogonal to what their keys have in common.
+        state_dtype: in which the cache keeps the far part's state between calls; sums are computed in float32.
         exact_kv_heads: key/value heads of this layer that stay exact softmax over all tokens.
         causal: whether a token sees only itself and the past. `false` is for encoders: sums over all tokens, without
             the parts that need an order in time (decay, convolution, token shift, window). What counts tokens
@@ -101,6 +102,7 @@ class MixerConfig(BaseModel):
     mix_by_mass: bool = False
     mix_by_input: bool = False
     precision: Literal["default", "high"] = "default"
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
     exact_kv_heads: tuple[Annotated[int, Field(ge=0)], ...] = ()
     causal: bool = True
 
@@ -147,6 +149,11 @@ class MixerConfig(BaseModel):
             problems += self._impossible_with_softmax()
         elif not self.causal:
             problems += self._impossible_without_order()
+        if self.state_dtype != "float32" and not (self.linear and self.causal):
+            problems.append(
+                f"state_dtype: {self.state_dtype} is for a cached state, which score: {self.score} with order: "
+                f"{self.order}, causal: {str(self.causal).lower()} does not have"
+            )
         if len(set(self.exact_kv_heads)) != len(self.exact_kv_heads):
             problems.append(f"exact_kv_heads has duplicates: {list(self.exact_kv_heads)}")
         return problems

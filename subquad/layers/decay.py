@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from subquad.layers.config import MixerConfig
 from subquad.layers.from_input import SOFTPLUS_ONE, PerHead
+
+DEFAULT_SHORTEST_TIMESCALE = 64.0
+# An exp score starts as its teacher: after this many contexts a token still counts e^-1.
+EXP_TIMESCALE_CONTEXTS = 16.0
 
 
 class SoftplusDecay(PerHead):
@@ -137,3 +142,12 @@ def timescale_bias(timescale: Tensor) -> Tensor:
 def log_spaced(timescale: tuple[float, float], count: int) -> Tensor:
     """Return `[count]` time constants, log-spaced from the shortest to the longest."""
     return torch.logspace(math.log10(timescale[0]), math.log10(timescale[1]), count)
+
+
+def start_timescale(config: MixerConfig, context_length: int) -> tuple[float, float]:
+    """Return the (shortest, longest) start of the decay's time constant in tokens."""
+    if config.decay_timescale is not None:
+        return config.decay_timescale
+    if config.score == "exp":
+        return (EXP_TIMESCALE_CONTEXTS * context_length,) * 2
+    return DEFAULT_SHORTEST_TIMESCALE, max(float(context_length), DEFAULT_SHORTEST_TIMESCALE)

@@ -153,6 +153,7 @@ def code_of(mixer: MixerConfig) -> list[str]:
         "layers/norms.py": mixer.qk_norm or mixer.normaliser not in ("sum", "none", "count"),
         "layers/gates.py": mixer.kv_shift or mixer.output_gate != "none",
         "kernels/window.py": mixer.window > 0,
+        "layers/kept_keys.py": mixer.kept_keys > 0,
     }
     return [path for path, used in parts.items() if used]
 

@@ -11,7 +11,7 @@ from subquad.kernels import PolyState, WindowOutput, exp_attention, poly_attenti
 from subquad.layers.cache import far_stream_differs
 from subquad.layers.config import MixerConfig
 from subquad.layers.conv import CausalConv
-from subquad.layers.decay import DECAYS, Decay, Mamba2Decay
+from subquad.layers.decay import DECAYS, Decay, Mamba2Decay, start_timescale
 from subquad.layers.far_weight import SMALLEST_MASS, FarInputs, FarWeight
 from subquad.layers.gates import OutputGate, TokenShift, WriteGate
 from subquad.layers.geometry import LayerGeometry
@@ -29,9 +29,6 @@ from subquad.layers.stream import (
 )
 from subquad.layers.value_step import PositionValueStep, SoftplusValueStep
 
-DEFAULT_SHORTEST_TIMESCALE = 64.0
-# An exp score starts as its teacher: after this many contexts a token still counts e^-1.
-EXP_TIMESCALE_CONTEXTS = 16.0
 # Scores of odd degree can be negative, and so can their sum: below this the shared normaliser is not trusted.
 MIN_SHARED_NORMALISER = 0.1
 _NORMS_OVER_HEADS = ("rms", "gated_rms")
@@ -295,9 +292,10 @@ class Mixer(nn.Module):
         config = self.config
         state = None
         if buffers is not None and config.linear:
-            values = buffers["values"]
+            values = buffers["values"].float()
             # A mixer without a sum normaliser does not cache one; the op still carries it along.
-            state = PolyState(values, buffers.get("normaliser", values.new_zeros(values.shape[:-1])))
+            normaliser = buffers.get("normaliser")
+            state = PolyState(values, values.new_zeros(values.shape[:-1]) if normaliser is None else normaliser.float())
         elif buffers is not None:
             remember_stream(buffers, written)
             written = past_stream(buffers)
@@ -317,9 +315,9 @@ class Mixer(nn.Module):
             precision=config.precision,
         )
         if buffers is not None and far.final_state is not None:
-            buffers["values"] = far.final_state.values
-            if "normaliser" in buffers:
-                buffers["normaliser"] = far.final_state.normaliser
+            for name in ("values", "normaliser"):
+                if name in buffers:
+                    buffers[name] = getattr(far.final_state, name).to(buffers[name].dtype)
         return far.out, far.normaliser
 
     def finish(self, parts: MixerParts) -> Tensor:
@@ -403,12 +401,3 @@ class Mixer(nn.Module):
         near_mass, far_unit = self._units(parts)
         far_mass = far_unit * parts.mass
         return far_mass / (near_mass + far_mass).clamp_min(MIN_SHARED_NORMALISER)
-
-
-def start_timescale(config: MixerConfig, context_length: int) -> tuple[float, float]:
-    """Return the (shortest, longest) start of the decay's time constant in tokens."""
-    if config.decay_timescale is not None:
-        return config.decay_timescale
-    if config.score == "exp":
-        return (EXP_TIMESCALE_CONTEXTS * context_length,) * 2
-    return DEFAULT_SHORTEST_TIMESCALE, max(float(context_length), DEFAULT_SHORTEST_TIMESCALE)

@@ -305,6 +305,37 @@ def test_cache_bytes_equal_the_formula(teacher, name):
         assert held[5] < held[40] < held[200]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["2mamba", "2mamba-pure", "mamba2s"])
+def test_a_bfloat16_state_takes_half_the_bytes_and_rounds(teacher, name):
+    ids = tokens()
+    model = convert(teacher, name)
+    full = model(ids).logits
+    half = convert(tiny_teacher(), {**MIXERS[name], "state_dtype": "bfloat16"})
+    assert torch.equal(half(ids).logits, full)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    logits = []
+    for converted, cache in zip((model, half), caches, strict=True):
+        parts = [converted(ids[:, step : step + 1], past_key_values=cache, use_cache=True).logits for step in range(40)]
+        logits.append(torch.cat(parts, dim=1))
+    assert 1e-6 < relative(logits[1], logits[0]) < 0.05
+    held = [cache.layers[0].buffers for cache in caches]
+    for buffer in ("values", "normaliser"):
+        if buffer in held[0]:
+            assert held[1][buffer].dtype == torch.bfloat16
+            assert 2 * held[1][buffer].nbytes == held[0][buffer].nbytes
+    layer = converted_layers(half)[0]
+    assert caches[1].layers[0].num_bytes() == cache_bytes(layer.mixer_config, layer.geometry, 2, 40, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "parts", [{"preset": "fox"}, {"preset": "taylor", "order": 3}, {"preset": "taylor-pure", "causal": False}]
+)
+def test_a_state_dtype_needs_a_cached_state(parts):
+    with pytest.raises(ConfigError, match="state_dtype: bfloat16 is for a cached state"):
+        mixer({**parts, "state_dtype": "bfloat16"})
+
+
 def test_pure_2mamba_state_is_the_papers_number():
     from subquad.layers import LayerGeometry, cache_layout
 

@@ -63,6 +63,11 @@ def measure_layer(layer: SubquadAttention, inputs: HeadInputs) -> LayerParts:
     """
     mixer = layer.mixer
     assert mixer is not None, "a converted layer has a mixer"
+    if layer.mixer_config.kept_keys:
+        raise SystemExit(
+            f"layer {layer.layer_idx} has kept_keys: {layer.mixer_config.kept_keys}; this measures a far part that has "
+            "everything behind the window"
+        )
     inputs = inputs.select(layer.split, layer.split.mixed)
     parts = mixer.parts(inputs)
     share = mixer.far_share(parts)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.quality import corpus, far_part, study
+from benchmarks.quality import corpus, decode_loss, far_part, study
 from subquad.errors import ConfigError
 from subquad.eval.records import load_records
 from subquad.layers import attention_mode, converted_layers
@@ -150,6 +150,27 @@ def test_errors_of_share_and_content():
     assert parts.shares[128][1] < parts.shares[256][1]
     assert set(parts.shares) == {128, 256}
     assert 0 <= parts.explained["far_mass_and_length"] <= parts.explained["and_window_mass"] <= 1
+
+
+def test_kept_keys_are_refused_where_the_far_part_is_taken_apart():
+    layer = converted_layers(convert(tiny_teacher(), "2mamba-kept"))[0]
+    with pytest.raises(SystemExit, match="layer 0 has kept_keys: 3"):
+        far_part.measure_layer(layer, None)
+
+
+def test_the_loss_of_decoding_with_a_rounded_state():
+    model = convert(tiny_teacher(), "2mamba-kept")
+    ids = tiny_tokens(2, 40)
+    whole = decode_loss.losses(model, ids, 40)
+    expected = model(ids, labels=ids).loss
+    assert whole.mean().item() == pytest.approx(expected.item(), rel=1e-5)
+    sizes, found = {}, {}
+    for dtype in decode_loss.DTYPES:
+        sizes[dtype] = decode_loss.set_state_dtype(model, dtype)
+        found[dtype] = decode_loss.losses(model, ids, 1)
+    torch.testing.assert_close(found["float32"], whole, rtol=1e-4, atol=1e-4)
+    assert 0 < (found["bfloat16"] - whole).abs().max() < 0.05
+    assert sizes["bfloat16"] < sizes["float32"]
 
 
 @torch.no_grad()

@@ -7,7 +7,15 @@ from subquad.errors import ConfigError, OutputError
 from subquad.recipes.library import copy_recipe, packaged_recipe, packaged_recipes
 from subquad.recipes.loader import apply_overrides, load_recipe, parse_yaml, recipe_to_yaml
 
-PACKAGED = ("demo", "llama3.1-8b-2mamba", "llama3.2-1b-2mamba", "smollm2-2mamba", "smollm2-mamba2s", "smollm2-taylor")
+PACKAGED = (
+    "demo",
+    "llama3.1-8b-2mamba",
+    "llama3.2-1b-2mamba",
+    "smollm2-2mamba",
+    "smollm2-hybrid",
+    "smollm2-mamba2s",
+    "smollm2-taylor",
+)
 
 
 def test_the_promised_recipes_are_packaged():

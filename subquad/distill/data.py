@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, IterableDataset
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
 from subquad.distill.packing import pack_documents
+from subquad.distill.rows import is_counted
 from subquad.distill.sources import TextSource, document_texts, load_documents
 from subquad.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +72,8 @@ def build_token_dataset(
             f"max_tokens is {max_tokens}, less than one row of seq_len {seq_len}; raise it or shorten rows"
         )
     documents = load_documents(source)
-    if isinstance(documents, IterableDataset):
-        return _stream_rows(documents, source, tokenizer, seq_len, seed if shuffle else None, max_tokens)
-    return _memory_rows(documents, source, tokenizer, seq_len, seed if shuffle else None, max_tokens)
+    pack = _memory_rows if is_counted(documents) else _stream_rows
+    return pack(documents, source, tokenizer, seq_len, seed if shuffle else None, max_tokens)
 
 
 def _memory_rows(
@@ -116,6 +119,8 @@ def rows_dataset(columns: dict[str, np.ndarray]) -> Dataset:
     Returns:
         One row each, as torch tensors `[seq_len]` int64.
     """
+    from datasets import Dataset
+
     lists = {
         name: pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), column.shape[1])
         for name, column in columns.items()

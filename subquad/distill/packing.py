@@ -36,11 +36,23 @@ def pack_documents(documents: Sequence[np.ndarray], seq_len: int) -> dict[str, n
     is_start = np.zeros(num_tokens, dtype=bool)
     is_start[starts[starts < num_tokens]] = True
     is_start[::seq_len] = True
-    index = np.arange(num_tokens)
-    position_ids = (index - np.maximum.accumulate(np.where(is_start, index, 0))).astype(np.int32)
+    position_ids = document_positions(is_start).astype(np.int32)
     labels = np.where(is_start, IGNORED_LABEL, tokens).astype(np.int32)
     return {
         "input_ids": tokens.reshape(num_rows, seq_len),
         "position_ids": position_ids.reshape(num_rows, seq_len),
         "labels": labels.reshape(num_rows, seq_len),
     }
+
+
+def document_positions(is_start: np.ndarray) -> np.ndarray:
+    """Return every token's position in its document.
+
+    Args:
+        is_start: Whether a document starts at a token, `[num_tokens]` bool; the first does.
+
+    Returns:
+        `[num_tokens]` int64, counted from 0 at each start.
+    """
+    index = np.arange(len(is_start))
+    return index - np.maximum.accumulate(np.where(is_start, index, 0))

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
-from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from subquad.distill.data import rows_dataset
 from subquad.distill.packing import IGNORED_LABEL
 from subquad.errors import ConfigError
 from subquad.pieces import PieceEncoder
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
 
 RecallKind = Literal["facts", "lookup", "repeat"]
 RECALL_KINDS: tuple[RecallKind, ...] = get_args(RecallKind)
@@ -126,6 +128,8 @@ def add_recall(
         DataError: A tokenizer that pieces of text cannot be joined with.
     """
     write = _row_writer(PieceEncoder(tokenizer), config, seed)
+    from datasets import IterableDataset
+
     if isinstance(rows, IterableDataset):
         return rows.map(write, with_indices=True)
     columns = {name: np.asarray(rows.with_format("numpy")[name]) for name in ("input_ids", "position_ids", "labels")}

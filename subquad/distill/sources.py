@@ -6,12 +6,13 @@ import glob
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from datasets import Dataset, IterableDataset, load_dataset
+from typing import TYPE_CHECKING, Any, Literal
 
 from subquad.corpus import embedded_corpus, held_out_year
 from subquad.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
 
 DOCUMENT_SEPARATOR = "<|endoftext|>"
 HELD_OUT_SHARE = 10
@@ -83,6 +84,9 @@ def load_documents(source: TextSource) -> Dataset | IterableDataset:
     Raises:
         DataError: A missing file, package, dataset or column, or a file that cannot be parsed.
     """
+    # here, not above: training takes rows of any kind, and a machine that is given packed ones needs no `datasets`
+    from datasets import Dataset, load_dataset
+
     if source.kind == "embedded":
         return Dataset.from_list([message._asdict() for message in embedded_corpus()])
     try:

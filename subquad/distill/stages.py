@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, set_seed
 
 from subquad.distill.adapters import ADAPTER_MARK, add_lora
 from subquad.distill.config import Stage1Config, Stage2Config
 from subquad.distill.losses import LossWeights
 from subquad.distill.objectives import LogitObjective, TransferObjective
+from subquad.distill.rows import TokenRows
 from subquad.distill.trainer import GroupRule
 from subquad.distill.training import StageJob, StageResult, recomputation, run_job
 from subquad.errors import ConfigError
@@ -23,7 +23,7 @@ _FROM_INPUT = r"\bmixer\.(decay\.|write_gate\.|far_weight\.input_weight$)"
 
 
 def run_stage1(
-    model: PreTrainedModel, dataset: Dataset | IterableDataset, config: Stage1Config, work_dir: Path, log: Path
+    model: PreTrainedModel, dataset: TokenRows, config: Stage1Config, work_dir: Path, log: Path
 ) -> StageResult:
     """Train the mixers' parameters of every converted layer to reproduce the teacher's attention output.
 
@@ -35,7 +35,7 @@ def run_stage1(
 
     Args:
         model: A converted model, trained in place; everything but `.self_attn.mixer.` parameters is frozen.
-        dataset: Rows of `build_token_dataset`.
+        dataset: Rows of `build_token_dataset`, or others with the same columns.
         config: Settings.
         work_dir: Folder for this stage's checkpoints and settings.
         log: The run's `log.jsonl`, which the stages share.
@@ -76,7 +76,7 @@ def stage1_rules(config: Stage1Config) -> tuple[GroupRule, ...]:
 
 def run_stage2(
     model: PreTrainedModel,
-    dataset: Dataset | IterableDataset,
+    dataset: TokenRows,
     config: Stage2Config,
     work_dir: Path,
     log: Path,
@@ -90,7 +90,7 @@ def run_stage2(
 
     Args:
         model: A converted model, trained in place.
-        dataset: Rows of `build_token_dataset`.
+        dataset: Rows of `build_token_dataset`, or others with the same columns.
         config: Settings.
         work_dir: Folder for this stage's checkpoints and settings.
         log: The run's `log.jsonl`, which the stages share.

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -26,6 +25,7 @@ from subquad.distill.checkpoints import (
     save_trainable,
 )
 from subquad.distill.objectives import Objective
+from subquad.distill.rows import TokenRows
 from subquad.errors import ConfigError, OutputError, TrainingError
 
 
@@ -90,7 +90,7 @@ class DistillTrainer(Trainer):
         self,
         objective: Objective,
         args: TrainingArguments,
-        dataset: Dataset | IterableDataset,
+        dataset: TokenRows,
         rules: Sequence[GroupRule],
         callbacks: list[TrainerCallback],
         keep_checkpoints: int = 2,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, IterableDataset
+from torch import Tensor
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.training_args import ParallelMode
 
@@ -24,6 +24,7 @@ from subquad.distill.callbacks import DivergenceGuard, LogFile, LogWhenSaving, P
 from subquad.distill.checkpoints import checkpoint_step, discard_staged, load_trainable, newest_valid_checkpoint
 from subquad.distill.config import COSMETIC, StageConfig
 from subquad.distill.objectives import Objective
+from subquad.distill.rows import MapRows, TokenRows, first_row, is_counted
 from subquad.distill.trainer import DistillTrainer, GroupRule
 from subquad.errors import ConfigError, DataError, OutputError
 
@@ -75,7 +76,7 @@ class StageJob:
 
     stage: str
     objective: Objective
-    dataset: Dataset | IterableDataset
+    dataset: TokenRows
     config: StageConfig
     rules: Sequence[GroupRule]
     work_dir: Path
@@ -98,8 +99,8 @@ def run_job(job: StageJob) -> StageResult:
         TrainingError: The loss became NaN, infinite or diverged.
     """
     # once: the first row of a stream is downloaded and tokenised
-    first_row = next(iter(job.dataset))["input_ids"]
-    seq_len = len(first_row)
+    first_tokens = first_row(job.dataset)["input_ids"]
+    seq_len = len(first_tokens)
     args = _training_arguments(job, seq_len)
     tokens_per_step = _tokens_per_step(args, seq_len)
     checkpoint = newest_valid_checkpoint(job.work_dir)
@@ -107,7 +108,7 @@ def run_job(job: StageJob) -> StageResult:
     finished = resumed_step >= args.max_steps
     if args.process_index == 0:
         # the trained parameters of a finished stage are the same file whether it was sharded or not
-        _claim_work_dir(job, first_row, may_differ=(*COSMETIC, "fsdp") if finished else COSMETIC)
+        _claim_work_dir(job, first_tokens, may_differ=(*COSMETIC, "fsdp") if finished else COSMETIC)
     trainable = sum(p.numel() for p in job.objective.parameters() if p.requires_grad)
     if checkpoint is not None and finished:
         load_trainable(job.objective.student, checkpoint)
@@ -194,7 +195,7 @@ def _training_arguments(job: StageJob, seq_len: int) -> TrainingArguments:
             "choose one with CUDA_VISIBLE_DEVICES"
         )
     rows_per_batch = args.train_batch_size * args.world_size
-    if isinstance(job.dataset, Dataset) and len(job.dataset) < rows_per_batch:
+    if is_counted(job.dataset) and len(job.dataset) < rows_per_batch:
         raise DataError(
             f"the data has {len(job.dataset)} rows of {seq_len} tokens, but one batch over {args.world_size} processes "
             f"takes {rows_per_batch}. Give more text, a smaller batch_size or a smaller seq_len"
@@ -208,11 +209,11 @@ def _tokens_per_step(args: TrainingArguments, seq_len: int) -> int:
     return args.train_batch_size * args.gradient_accumulation_steps * args.world_size * seq_len
 
 
-def _claim_work_dir(job: StageJob, first_row: Sequence[int], may_differ: Sequence[str]) -> None:
+def _claim_work_dir(job: StageJob, first_tokens: Tensor, may_differ: Sequence[str]) -> None:
     """Create the folder, or make sure that what it holds is this stage with these settings."""
-    rows = len(job.dataset) if isinstance(job.dataset, Dataset) else None
-    settings: dict[str, Any] = {"stage": job.stage, "seq_len": len(first_row), "rows": rows}
-    settings["data"] = _fingerprint(job.dataset, first_row)
+    rows = len(job.dataset) if is_counted(job.dataset) else None
+    settings: dict[str, Any] = {"stage": job.stage, "seq_len": len(first_tokens), "rows": rows}
+    settings["data"] = _fingerprint(job.dataset, first_tokens)
     settings = json.loads(json.dumps(settings | dataclasses.asdict(job.config)))
     path = job.work_dir / SETTINGS_NAME
     try:
@@ -238,15 +239,20 @@ def _claim_work_dir(job: StageJob, first_row: Sequence[int], may_differ: Sequenc
         )
 
 
-def _fingerprint(dataset: Dataset | IterableDataset, first_row: Sequence[int]) -> str:
+def _fingerprint(dataset: TokenRows, first_tokens: Tensor) -> str:
     """Hash the tokens that are trained on, of a stream those of its first row."""
     digest = hashlib.sha256()
-    if isinstance(dataset, Dataset):
-        for batch in dataset.with_format("numpy").iter(batch_size=1000):
-            digest.update(np.ascontiguousarray(batch["input_ids"], dtype=np.int64).tobytes())
-    else:
-        digest.update(np.asarray(first_row, dtype=np.int64).tobytes())
+    for tokens in _token_blocks(dataset) if is_counted(dataset) else [first_tokens]:
+        digest.update(np.ascontiguousarray(tokens, dtype=np.int64).tobytes())
     return digest.hexdigest()
+
+
+def _token_blocks(dataset: MapRows) -> Iterator[Any]:
+    """Return all tokens in order: of a data set of `datasets` many rows at a time, of other rows one."""
+    if hasattr(dataset, "with_format"):
+        yield from (batch["input_ids"] for batch in dataset.with_format("numpy").iter(batch_size=1000))
+    else:
+        yield from (dataset[index]["input_ids"] for index in range(len(dataset)))
 
 
 @contextlib.contextmanager

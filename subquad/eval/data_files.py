@@ -9,13 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import pyarrow
-from datasets import DatasetDict
 from pyarrow import parquet
 
 from subquad.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
 
 Row = dict[str, Any]
 

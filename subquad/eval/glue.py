@@ -11,12 +11,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from datasets import DatasetDict
+from typing import TYPE_CHECKING
 
 from subquad.eval.data_files import LocalData, SplitFiles, find_split
 from subquad.eval.glue_data import GLUE_TASKS, GlueSplit, GlueTask, load_glue
 from subquad.eval.records import EvalRecord
+
+if TYPE_CHECKING:
+    pass
 
 # lm-eval's task -> GLUE's task and the split that is scored
 LM_EVAL_TASKS: Mapping[str, tuple[GlueTask, GlueSplit]] = {
@@ -56,6 +58,8 @@ def load_glue_task(task: str, data_dirs: Sequence[Path], *, train: bool) -> Loca
     name, scored = LM_EVAL_TASKS[task]
     wanted: tuple[GlueSplit, ...] = (scored, "train") if train else (scored,)
     found = {split: _files(name, split, data_dirs) for split in wanted}
+    from datasets import DatasetDict
+
     dataset = DatasetDict({split: load_glue(name, split, files.folder) for split, files in found.items()})
     return LocalData(dataset, scored, {split: files.hashes() for split, files in found.items()})
 

@@ -8,13 +8,15 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import pyarrow
-from datasets import ClassLabel, Dataset, Features, Value, load_dataset
 from pyarrow import parquet
 
 from subquad.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +138,8 @@ def load_glue(task: GlueTask, split: GlueSplit, data_dir: Path | None = None) ->
         columns["label"].append(_label(row, task, spec))
     if not columns["label"]:
         raise DataError(f"the split {split} of {task} is empty in {data_dir or HUB_ID}")
+    from datasets import ClassLabel, Dataset, Features, Value
+
     features: dict[str, Any] = {name: Value("string") for name in spec.texts}
     features["label"] = ClassLabel(names=list(spec.labels))
     return Dataset.from_dict(columns, features=Features(features))
@@ -154,6 +158,8 @@ def _label(row: _Row, task: str, spec: GlueSpec) -> int:
 
 def _hub_rows(task: str, split: str) -> Iterator[_Row]:
     spec = GLUE_TASKS[cast(GlueTask, task)]
+    from datasets import load_dataset
+
     try:
         dataset = load_dataset(HUB_ID, task, split=split)
     except Exception as error:  # the hub's client raises errors of a dozen kinds

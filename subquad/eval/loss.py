@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -125,7 +125,7 @@ def evaluate_loss(
 
     Args:
         model: A converted model (with or without peft adapters), or with `mode=None` any Hugging Face causal model.
-        rows: `datasets.Dataset`, or any iterable of mappings (a stream is read into memory) with `input_ids` `[T]`;
+        rows: A data set of any kind, or any iterable of mappings (a stream is read into memory) with `input_ids` `[T]`;
             `position_ids` `[T]`, restarting at 0 with each document (absent: the row is one document); `labels` `[T]`,
             aligned with `input_ids` and not shifted, -100 where the token is not to be predicted (absent: all but the
             first token of each document). Rows may differ in length.
@@ -144,8 +144,7 @@ def evaluate_loss(
         TrainingError: The loss of a row is not finite.
     """
     edges = _checked_edges(position_buckets, batch_size, tokens_per_chunk)
-    # A data set is left on disk and read batch by batch.
-    held_out: Sequence[Row] = rows if isinstance(rows, Sequence | Dataset) else list(rows)
+    held_out = _indexed(rows)
     if len(held_out) == 0:
         raise DataError("there are no rows to evaluate: the held-out set is empty. Give more text or shorter rows.")
     num_buckets = len(edges) + 1
@@ -260,6 +259,12 @@ def _checked_edges(position_buckets: Sequence[int], batch_size: int, tokens_per_
     if problems:
         raise ConfigError("; ".join(problems))
     return edges
+
+
+def _indexed(rows: Iterable[Row]) -> Sequence[Row]:
+    """Return rows that can be indexed as they are, so that a data set stays on disk; read others into memory."""
+    indexed = isinstance(rows, Sized) and hasattr(rows, "__getitem__")
+    return cast(Sequence[Row], rows) if indexed else list(rows)
 
 
 def _batches(rows: Sequence[Row], batch_size: int) -> Iterator[tuple[int, dict[str, Tensor]]]:

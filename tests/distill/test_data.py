@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from subquad.distill import TextSource, build_token_dataset
-from subquad.distill import sources as sources_module
 from subquad.distill.sources import document_texts, load_documents
 from subquad.errors import ConfigError, DataError
 
@@ -208,7 +207,7 @@ def test_hub_without_network(monkeypatch):
     def no_network(*args, **kwargs):
         raise ConnectionError("no route to the hub")
 
-    monkeypatch.setattr(sources_module, "load_dataset", no_network)
+    monkeypatch.setattr("datasets.load_dataset", no_network)
     with pytest.raises(DataError, match=r"hub dataset owner/name, split train: ConnectionError: no route"):
         build_token_dataset(TextSource(kind="hub", name="owner/name"), make_tokenizer(), 8)
 
@@ -216,7 +215,7 @@ def test_hub_without_network(monkeypatch):
 def test_hub_dataset_that_streams(tmp_path, monkeypatch):
     stream = load_documents(replace(write_source("jsonl", tmp_path), streaming=True))
     asked = []
-    monkeypatch.setattr(sources_module, "load_dataset", lambda *a, **k: asked.append((*a, *k.values())) or stream)
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: asked.append((*a, *k.values())) or stream)
     source = TextSource(kind="hub", name="a/b", subset="c", split="d", streaming=True, text_field="body")
     rows = list(build_token_dataset(source, make_tokenizer(), WORDS_PER_DOCUMENT))
     assert asked == [("a/b", "c", "d", True)]

@@ -10,7 +10,6 @@ from datasets import Dataset
 from pyarrow import parquet
 
 from subquad.errors import ConfigError, DataError
-from subquad.eval import glue_data
 from subquad.eval.glue_data import GLUE_TASKS, load_glue
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "glue"
@@ -153,14 +152,14 @@ def test_without_a_folder_the_rows_come_from_the_hub(monkeypatch):
         calls.append((path, name, split))
         return Dataset.from_dict({"sentence": ["A"], "label": [1], "idx": [0]})
 
-    monkeypatch.setattr(glue_data, "load_dataset", fake)
+    monkeypatch.setattr("datasets.load_dataset", fake)
     assert rows_of(load_glue("sst2", "validation")) == [("A", 1)]
     assert calls == [("nyu-mll/glue", "sst2", "validation")]
 
     def offline(path, name, split):
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(glue_data, "load_dataset", offline)
+    monkeypatch.setattr("datasets.load_dataset", offline)
     with pytest.raises(DataError, match=r"cannot load sst2 .* no route.* give a folder with GLUE's files as data_dir"):
         load_glue("sst2", "train")
 

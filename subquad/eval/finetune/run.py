@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset
 
 from subquad.errors import ConfigError
 from subquad.eval.contestants import Clock, Contestant
@@ -42,6 +41,9 @@ from subquad.eval.records import (
     hash_prompts,
     save_record,
 )
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 TASK_PREFIX = "glue-finetune-"
 Progress = Callable[[int, int], None]

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from datasets import Dataset
 from pydantic import BaseModel, ConfigDict, ValidationError
 from transformers import (
     DataCollatorWithPadding,
@@ -38,6 +37,9 @@ from subquad.eval.finetune.scores import to_digits
 from subquad.eval.finetune.settings import FinetuneSettings
 from subquad.eval.glue_data import GLUE_TASKS, GlueSplit, GlueTask
 from subquad.eval.records import hash_prompts
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +193,8 @@ def encode(
         for name, values in tokens.items():
             for row, shortened in zip(long, cut[name], strict=True):
                 values[row] = shortened
+    from datasets import Dataset
+
     return Encoded(Dataset.from_dict({**tokens, "labels": dataset["label"][:]}), len(long))
 
 

@@ -6,9 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from datasets import Dataset, DatasetDict
+from typing import TYPE_CHECKING, Any
 
 from subquad.errors import DataError
 from subquad.eval.data_files import (
@@ -22,6 +20,9 @@ from subquad.eval.data_files import (
     table_patterns,
 )
 from subquad.eval.glue import LM_EVAL_TASKS, load_glue_task
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
 
 DOCUMENT_END = "<|endoftext|>"
 _WIKITEXT_FILES = {"train": "wiki.train.raw", "validation": "wiki.valid.raw", "test": "wiki.test.raw"}
@@ -112,6 +113,8 @@ def load_local(task: str, data_dirs: Sequence[Path], *, train: bool) -> LocalDat
     notes = []
     if split != layout.splits[0]:
         notes.append(f"Scored on the {split} split: the {layout.splits[0]} split, lm-eval's own, is not there.")
+    from datasets import DatasetDict
+
     return LocalData(
         DatasetDict({name: _table(layout, files) for name, files in splits.items()}),
         split,
@@ -131,6 +134,8 @@ def _first_split(task: str, splits: Sequence[str], data_dirs: Sequence[Path]) ->
 
 
 def _table(layout: _Layout, files: SplitFiles) -> Dataset:
+    from datasets import Dataset
+
     return Dataset.from_list([layout.convert(row, where) for where, row in read_rows(files, layout.columns)])
 
 
@@ -142,8 +147,13 @@ def _wikitext(data_dirs: Sequence[Path]) -> LocalData:
         pages = [page for path in files.paths for page in _pages(read_text(path))]
     else:
         pages = [row["page"] for _, row in read_rows(files, ("page",))]
-    dataset = DatasetDict(test=Dataset.from_dict({"page": pages}))
-    return LocalData(dataset, "test", {"test": files.hashes()})
+    return _page_data(pages, files)
+
+
+def _page_data(pages: list[str], files: SplitFiles) -> LocalData:
+    from datasets import Dataset, DatasetDict
+
+    return LocalData(DatasetDict(test=Dataset.from_dict({"page": pages})), "test", {"test": files.hashes()})
 
 
 def _pages(text: str) -> Iterator[str]:
@@ -182,7 +192,7 @@ def load_text(path: Path) -> LocalData:
     documents = [document for document in documents if document.strip()]
     if not documents:
         raise DataError(f"{path} holds no text; give a file with some.")
-    return LocalData(DatasetDict(test=Dataset.from_dict({"page": documents})), "test", {"test": files.hashes()})
+    return _page_data(documents, files)
 
 
 def text_task_name(path: Path) -> str:

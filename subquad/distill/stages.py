@@ -49,7 +49,7 @@ def run_stage1(
         OutputError: The work folder holds a stage with other settings, or cannot be written.
         TrainingError: The loss became NaN, infinite or diverged; the last good checkpoint was kept.
     """
-    _train_only(model, MIXER_MARK)
+    train_only(model, MIXER_MARK)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("the model has no converted layer with parameters, so stage 1 has nothing to train; skip it")
     return run_job(
@@ -119,7 +119,7 @@ def run_stage2(
         model.float().requires_grad_(True)
     else:
         add_lora(model, config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_targets)
-        _train_only(model, MIXER_MARK, ADAPTER_MARK)
+        train_only(model, MIXER_MARK, ADAPTER_MARK)
     rules = (
         GroupRule(name="mixer", pattern=re.escape(MIXER_MARK), learning_rate=config.mixer_learning_rate),
         GroupRule(name="base", pattern="", learning_rate=config.learning_rate, weight_decay=config.weight_decay),
@@ -140,6 +140,7 @@ def run_stage2(
         )
 
 
-def _train_only(model: PreTrainedModel, *marks: str) -> None:
+def train_only(model: PreTrainedModel, *marks: str) -> None:
+    """Let the parameters whose names hold one of the marks require gradients, and no others."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(mark in name for mark in marks))

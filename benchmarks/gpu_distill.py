@@ -1,8 +1,8 @@
 """Distil a model on one GPU in minutes, on a machine without network: prepare, carry, run.
 
-    python -m benchmarks.gpu_distill prepare --text a.txt.gz b.jsonl    # where the libraries are: runs/gpu_distill/load-N
-    python -m benchmarks.gpu_distill run --output OUT                   # on the GPU, with the loads in the same place
-    python -m benchmarks.gpu_distill export --result OUT --output DIR   # where the libraries are: a checkpoint
+    python -m benchmarks.gpu_distill prepare --text a.txt.gz b.jsonl   # with the libraries: runs/gpu_distill/load-N
+    python -m benchmarks.gpu_distill run --output OUT                  # on the GPU, with the loads in the same place
+    python -m benchmarks.gpu_distill export --result OUT --output DIR  # with the libraries: a checkpoint
 
 `prepare` writes teacher, packed rows and needle prompts into folders `load-1`, `load-2`, … of a limited size; `run`
 joins and checks them, trains within `--seconds`, and writes one row, `gpu_distill.json`; `export` makes a checkpoint of

@@ -31,6 +31,7 @@ class Measurements:
     """Figures of the models of a run, all on the same rows and prompts.
 
     Attributes:
+        needle_settings: How the needle is scored: the true answer in one forward, none is written.
         losses: Model to its losses.
         needle: Model to length to `key_logprob` and `key_rank1`, each with its error.
     """
@@ -43,6 +44,9 @@ class Measurements:
             tokenizer: The teacher's tokenizer.
         """
         self.prepared, self.tokenizer = prepared, tokenizer
+        self.needle_settings = prepared.needle.model_copy(
+            update={"scores": ("teacher_forced",), "batch_size": PROMPTS, "max_tokens_per_batch": PROMPT_TOKENS}
+        )
         self.losses: dict[LossName, LossResult] = {}
         self.needle: dict[LossName, dict[int, dict[str, Any]]] = {}
 
@@ -51,10 +55,7 @@ class Measurements:
         mode = MODES[name]
         self.losses[name] = evaluate_loss(model, self.prepared.held_out, mode=mode, batch_size=LOSS_ROWS)
         contestant = Contestant(name, self.prepared.model, model, self.tokenizer, mode)
-        settings = self.prepared.needle.model_copy(
-            update={"scores": ("teacher_forced",), "batch_size": PROMPTS, "max_tokens_per_batch": PROMPT_TOKENS}
-        )
-        outcomes, _ = measure(contestant, self.prepared.prompts, settings, lambda _: None)
+        outcomes, _ = measure(contestant, self.prepared.prompts, self.needle_settings, lambda _: None)
         groups = group_cells(make_cells(self.prepared.prompts, outcomes), "length")
         self.needle[name] = {
             int(group.at): group.model_dump(mode="json", include={"key_logprob", "key_rank1"}) for group in groups

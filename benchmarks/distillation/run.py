@@ -74,13 +74,14 @@ class RunOptions:
     command: str = ""
 
 
-def make_recipe(options: RunOptions, model: str, seq_len: int) -> Recipe:
+def make_recipe(options: RunOptions, model: str, seq_len: int, recall: dict[str, Any] | None = None) -> Recipe:
     """Return the recipe of a run; `overrides` come last.
 
     Args:
         options: What to run.
         model: Source of the teacher.
         seq_len: Tokens of the prepared rows.
+        recall: Their recall, as `data.recall` of a recipe.
 
     Returns:
         The recipe.
@@ -91,13 +92,13 @@ def make_recipe(options: RunOptions, model: str, seq_len: int) -> Recipe:
     content, origin = load_content(options.recipe)
     first = max(seq_len, round(STAGE1_SHARE * options.tokens))
     content = merge_content(content, GPU_CHANGES)
-    own = {"model": {"source": model}, "data": {"seq_len": seq_len}}
+    own = {"model": {"source": model}, "data": {"seq_len": seq_len, "recall": recall}}
     stages = {"stage1": {"tokens": first}, "stage2": {"tokens": max(seq_len, options.tokens - first)}}
-    content = apply_overrides(merge_content(content, {**own, **stages}), options.overrides)
-    recipe = parse_recipe(content, origin=origin)
+    prepared = merge_content(content, {**own, **stages})
+    recipe = parse_recipe(apply_overrides(prepared, options.overrides), origin=origin)
     problems = []
-    if recipe.data.seq_len != seq_len or recipe.model.source != model:
-        problems.append("data.seq_len and model.source are those of the preparation; prepare other rows or another one")
+    if recipe.data != parse_recipe(prepared, origin=origin).data or recipe.model.source != model:
+        problems.append("data and model.source are those of the preparation, which says what is read; prepare others")
     if recipe.convert.chooses_heads:
         problems.append("convert.exact_heads chooses heads, which `subquad run` does; name its choice with heads")
     if recipe.stage2.full:
@@ -186,20 +187,21 @@ class _Run:
     def _load(self) -> tuple[Prepared, Recipe, PreTrainedModel, Measurements]:
         prepared = read_prepared(self.options.data)
         info = inspect_source(prepared.model)
-        recipe = make_recipe(self.options, prepared.model, prepared.rows.seq_len)
+        recipe = make_recipe(self.options, prepared.model, prepared.rows.seq_len, prepared.about["recall"])
         check_recipe_against(recipe, info.hf_config)
         # a GGUF file has no dtype of its own, and on a GPU float32 would take half the speed
         on_gpu = self.device.type == "cuda" and recipe.model.dtype == "auto"
         model, tokenizer = convert_teacher(info, recipe, torch.bfloat16 if on_gpu else None)
         model.to(self.device)
+        measured = Measurements(prepared, tokenizer)
         self.record.row |= {
             "recipe": recipe.model_dump(mode="json"),
             "dtype": str(model.dtype).removeprefix("torch."),
             "prepared": prepared.about,
-            "needle_settings": prepared.needle.identity(),
+            "needle_settings": measured.needle_settings.identity(),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
-        return prepared, recipe, model, Measurements(prepared, tokenizer)
+        return prepared, recipe, model, measured
 
     def _measure(self, measured: Measurements, model: PreTrainedModel, names: Sequence[LossName]) -> None:
         for name in names:

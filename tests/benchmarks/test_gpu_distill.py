@@ -108,6 +108,8 @@ def test_a_whole_run_without_datasets(prepared, tmp_path):
     ]
     assert list(row["phases"]) == parts
     assert all(part["seconds"] >= 0 and "peak_memory_bytes" in part for part in row["phases"].values())
+    assert row["recipe"]["data"]["recall"]["share"] == row["prepared"]["recall"]["share"] == 0.5
+    assert row["needle_settings"]["scores"] == ["teacher_forced"]
     assert {"recipe", "prepared", "needle_settings", "calibration", "differences", "gap_closed"} <= row.keys()
     assert {stage: row["stages"][stage]["tokens"] for stage in ("stage1", "stage2")} == {"stage1": 2048, "stage2": 4096}
     assert row["stages"]["stage2"]["tokens_per_s"] > 0
@@ -260,6 +262,7 @@ def test_overrides_come_last_and_what_a_run_cannot_do_is_refused(tmp_path):
     assert recipe("stage1.tokens=0", "stage2.batch_size=3").stage2.batch_size == 3
     for override, message in {
         "data.seq_len=512": "those of the preparation",
+        "data.recall={share: 0.5}": "those of the preparation",
         "convert.exact_heads={count: 2}": "chooses heads",
         "stage2.full=true": "use adapters",
     }.items():

@@ -102,7 +102,7 @@ def test_recipes_and_templates_are_package_data():
         if path.is_file() and path.suffix not in (".py", ".pyc") and path.name != "README.md"
     ]
     assert set(not_code) <= found
-    assert len(packaged_recipes()) == 6
+    assert len(packaged_recipes()) == 7
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "lint"])

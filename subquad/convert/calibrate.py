@@ -28,9 +28,6 @@ NORM_WEIGHTS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 # m in s ** -sigmoid(m): exponents of 0.27 to 0.95.
 POSITION_EXPONENTS = (-1.0, 0.0, 0.5, 1.0, 2.0, 3.0)
 
-# Shifts of every log far weight at once, tried in this order while the model's loss goes down.
-FAR_SHIFTS = (-1.0, -2.0, -4.0, -8.0)
-
 CHECKED_ROWS = 4
 
 logger = logging.getLogger(__name__)
@@ -46,8 +43,6 @@ class CalibrationResult:
         error_after: the same with the chosen settings.
         loss_before: nats per token on the first calibration rows before calibration.
         loss_after: the same with the chosen settings.
-        far_shift: what was added to every log far weight, 0 or below: heads that are nearer to their teacher one by one
-            can be too loud together.
         kept: whether the settings were kept; where they raise that loss they are undone.
         tokens: tokens used.
     """
@@ -56,7 +51,6 @@ class CalibrationResult:
     error_after: dict[int, float]
     loss_before: float
     loss_after: float
-    far_shift: float
     kept: bool
     tokens: int
 
@@ -185,9 +179,8 @@ def calibrate(
     left as it is, and named in the log. Where keys are kept, their score is fitted first (`KeyScoreFit`). Nothing is
     trained; the cost is two teacher forwards, or three, plus up to nine student attentions per batch.
 
-    A head that is nearer to its teacher does not make the model better for certain. So all far weights are lowered
-    together as long as that lowers the model's loss on the first rows; and settings that raise it against the plain
-    ones are undone with a warning.
+    A head that is nearer to its teacher does not make the model better for certain. So the model's loss is measured
+    before and after on the first rows, and settings that raise it are undone with a warning.
 
     Args:
         model: a converted model with fresh mixers.
@@ -224,7 +217,7 @@ def calibrate(
             start, best = search.choose()
             before.setdefault(search.layer.layer_idx, start)
             after[search.layer.layer_idx] = best
-    far_shift, loss_after = _lower_far_weights(model, mixers, rows[:CHECKED_ROWS])
+    loss_after = _loss(model, rows[:CHECKED_ROWS])
     kept = loss_after <= loss_before
     if not kept:
         warnings.warn(
@@ -235,27 +228,7 @@ def calibrate(
         for mixer, values in zip(mixers, saved, strict=True):
             mixer.load_state_dict(values)
     tokens = sum(row["input_ids"].numel() for row in rows)
-    return CalibrationResult(before, after, loss_before, loss_after, far_shift if kept else 0.0, kept, tokens)
-
-
-@torch.no_grad()
-def _lower_far_weights(
-    model: PreTrainedModel, mixers: Sequence[Mixer], rows: Sequence[dict[str, Tensor]]
-) -> tuple[float, float]:
-    """Lower every far weight by one factor as long as the model's loss goes down; return its log and the loss."""
-    weights = [mixer.far_weight.log_mix for mixer in mixers if mixer.far_weight is not None]
-    start = [weight.clone() for weight in weights]
-    chosen, loss = 0.0, _loss(model, rows)
-    for shift in FAR_SHIFTS if weights else ():
-        for weight, value in zip(weights, start, strict=True):
-            weight.copy_(value + shift)
-        lowered = _loss(model, rows)
-        if lowered >= loss:
-            break
-        chosen, loss = shift, lowered
-    for weight, value in zip(weights, start, strict=True):
-        weight.copy_(value + chosen)
-    return chosen, loss
+    return CalibrationResult(before, after, loss_before, loss_after, kept, tokens)
 
 
 def calibration_passes(model: PreTrainedModel) -> int:

@@ -74,7 +74,6 @@ def calibrate_mixers(shop: Workshop) -> Outcome:
     found = _calibrate(shop)
     shop.console.print(
         f"Calibrated on {found.tokens:,} tokens: loss {found.loss_before:.4f} → {found.loss_after:.4f}"
-        + (f" (far weights times e^{found.far_shift:g})" if found.far_shift else "")
         + ("." if found.kept else ", undone.")
     )
     return Outcome(dataclasses.asdict(found), (shop.save_mixers(),))

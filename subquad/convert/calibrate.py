@@ -158,8 +158,8 @@ class _LayerSearch:
         heads = torch.arange(self.heads)
         if mixer.far_weight is not None:
             mixer.far_weight.log_mix.copy_(torch.tensor(LOG_MIXES)[log_mix[value, heads]])
-            if mixer.far_weight.means is not None:
-                mixer.far_weight.means.copy_(self.logs[value, :, heads].T / max(self.far_tokens, 1))
+            if mixer.far_weight.means is not None and self.far_tokens:
+                mixer.far_weight.means.copy_(self.logs[value, :, heads].T / self.far_tokens)
         return (self.start_error / self.power).mean().item(), best[value, heads].mean().item()
 
 

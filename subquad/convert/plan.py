@@ -179,6 +179,9 @@ def plan_conversion(
                 f"key/value heads 0 to {geometry.num_kv_heads - 1}"
             )
             continue
+        if chosen[layer_idx].score == "softmax":
+            problems.append(f"exact heads {list(heads)} of layer {layer_idx}: the whole layer stays softmax already")
+            continue
         chosen[layer_idx] = _with_exact_heads(chosen[layer_idx], heads, geometry)
         problems += _mixer_problems(chosen[layer_idx], family, geometry, context_length)
     if problems:
@@ -341,6 +344,11 @@ def _mixer_problems(mixer: MixerConfig, family: Family, geometry: LayerGeometry,
         problems.append("exact_kv_heads names every key/value head; use the mixer softmax for such a layer")
     if mixer.feature_dim is not None and mixer.feature_dim > geometry.head_dim:
         problems.append(f"feature_dim {mixer.feature_dim} is wider than the model's heads of {geometry.head_dim}")
+    if mixer.window + mixer.kept_keys > max(context_length, mixer.window):
+        problems.append(
+            f"window {mixer.window} and kept_keys {mixer.kept_keys} are longer than the model's context of "
+            f"{context_length} tokens, so nothing would ever leave them; keep fewer"
+        )
     if mixer.window > context_length:
         problems.append(
             f"window {mixer.window} is longer than the model's context of {context_length} tokens, so the mixer would "

@@ -132,7 +132,7 @@ class MixerConfig(BaseModel):
                 )
         if self.sinks and not self.window:
             problems.append(f"sinks: {self.sinks} needs window > 0: sinks share the window's softmax")
-        if self.kept_keys and not self.window:
+        if self.kept_keys and not self.window and self.score != "softmax":
             problems.append(f"kept_keys: {self.kept_keys} needs window > 0: kept keys share the window's softmax")
         if self.feature_map == "learned" and self.qk_maps:
             problems.append("qk_maps: true beside feature_map: learned, which has maps of its own")

@@ -119,11 +119,12 @@ def _real_files(source: TextFiles) -> set[str]:
 def _warn_idle_far_part(recipe: Recipe) -> None:
     mixers = {"mixer": recipe.convert.mixer, **{f"layers.{spec}": m for spec, m in recipe.convert.layers.items()}}
     for where, mixer in mixers.items():
-        if mixer.score != "softmax" and mixer.window >= recipe.data.seq_len:
+        exact = mixer.window + mixer.sinks + mixer.kept_keys
+        if mixer.score != "softmax" and mixer.window and exact >= recipe.data.seq_len:
             logger.warning(
-                "convert.%s: the window of %d tokens covers whole rows (data.seq_len is %d), so its far part is not "
-                "trained; lower the window or raise seq_len",
+                "convert.%s: window, sinks and kept keys, %d tokens, cover whole rows (data.seq_len is %d), so its far "
+                "part is neither calibrated nor trained; keep fewer or raise seq_len",
                 where,
-                mixer.window,
+                exact,
                 recipe.data.seq_len,
             )

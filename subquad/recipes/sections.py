@@ -90,6 +90,10 @@ class ExactHeadsSection(Section):
         given = [name for name in ("heads", "count", "share", "cache_mib") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give one of heads, count, share and cache_mib (got {', '.join(given) or 'none'})")
+        fields = type(self).model_fields
+        idle = [name for name in fields if name != "heads" and getattr(self, name) != fields[name].default]
+        if self.heads is not None and idle:
+            raise ValueError(f"heads names the heads, so {', '.join(idle)} would have no effect; remove what is idle")
         return self
 
 

@@ -132,3 +132,11 @@ def test_refusals():
         mixer({"preset": "mamba2s", "mix_by_mass": True})
     with pytest.raises(ConfigError, match="write_gate: true is for score: power and taylor"):
         mixer({"preset": "fox", "write_gate": True})
+
+
+def test_rows_without_far_tokens_leave_the_means():
+    model = convert(tiny_teacher(), {"preset": "2mamba", "window": 4, "kept_keys": 60, "mix_by_mass": True}, False)
+    start = [layer.mixer.far_weight.means.clone() for layer in converted_layers(model)]
+    calibrate(model, [{"input_ids": tiny_tokens(2, 50)}])
+    for layer, means in zip(converted_layers(model), start, strict=True):
+        assert torch.equal(layer.mixer.far_weight.means, means)

@@ -65,7 +65,7 @@ def test_other_architectures_are_refused():
 def test_window_over_whole_rows_warns(hf_config, caplog):
     with caplog.at_level(logging.WARNING):
         check_recipe_against(recipe(convert={"mixer": {"preset": "2mamba", "window": 128}}), hf_config)
-    assert "window of 128 tokens covers whole rows" in caplog.text
+    assert "132 tokens, cover whole rows" in caplog.text
 
 
 def test_files_that_exist_pass(hf_config, tmp_path):

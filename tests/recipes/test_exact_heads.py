@@ -73,6 +73,14 @@ def test_heads_badly_named(make_recipe, heads):
         make_recipe(convert={"mixer": MIXER, "exact_heads": {"heads": heads}})
 
 
+def test_named_heads_leave_nothing_to_choose(make_recipe):
+    with pytest.raises(ConfigError, match="so tokens, recall_tokens would have no effect"):
+        make_recipe(convert={"mixer": MIXER, "exact_heads": {"heads": {"1": [0]}, "tokens": 64, "recall_tokens": 0}})
+    recipe = make_recipe(convert={"mixer": MIXER, "layers": {"1": "softmax"}, "exact_heads": {"heads": {"1": [0]}}})
+    with pytest.raises(ConfigError, match="layer 1: the whole layer stays softmax already"):
+        plan_recipe(recipe)
+
+
 def test_recall_reaches_both_stages(make_recipe, text_files):
     recipe = make_recipe(
         convert=hybrid(count=1, recall_tokens=128, tokens=128),

@@ -162,15 +162,24 @@ def _plot(
     figure, axes = new_figure(title, f"Cache at {length:,} tokens (MiB)", label)
     groups = list(dict.fromkeys(rows[index].group for index in values))
     named: set[str] = set()
-    for index, value in values.items():
-        row = rows[index]
+    # labels of neighbours stand above and below in turn
+    by_size = sorted(values, key=lambda index: rows[index].cache_bytes(length) or 0)
+    for place, index in enumerate(by_size):
+        row, value, below = rows[index], values[index], place % 2
         turn, which = divmod(groups.index(row.group), len(_COLORS))
         color, marker = _COLORS[which], _MARKERS[turn % len(_MARKERS)]
         size = (row.cache_bytes(length) or 0) / _MIB
         label = None if row.group in named else row.group
         named.add(row.group)
         axes.plot(size, value, marker=marker, color=color, linestyle="none", label=label)
-        axes.annotate(row.label, (size, value), textcoords="offset points", xytext=(5, 4), fontsize=7, color=color)
+        axes.annotate(
+            row.label,
+            (size, value),
+            textcoords="offset points",
+            xytext=(5, -10 if below else 4),
+            fontsize=7,
+            color=color,
+        )
     if len(groups) > 1:
         axes.legend(fontsize=8)
     if teacher is not None:

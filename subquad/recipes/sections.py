@@ -49,7 +49,8 @@ def resolve_section_mixer(value: object) -> object:
     try:
         return resolve_mixer(value)
     except ConfigError as error:
-        raise ValueError("; ".join(line.strip() for line in str(error).splitlines())) from error
+        what, *problems = (line.strip() for line in str(error).splitlines())
+        raise ValueError(" ".join([what, "; ".join(problems)]).strip()) from error
 
 
 def text_keys(value: object) -> object:

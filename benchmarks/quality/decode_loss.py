@@ -9,7 +9,6 @@ rows are read with the state in float32 and in bfloat16, and at once as a check 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
-from subquad.convert.atomic import atomic_file
+from benchmarks.quality.checkpoint_command import run_command
 from subquad.distill import TextSource, build_token_dataset
 from subquad.eval.storage import collect_versions, git_commit
 from subquad.layers import SubquadAttention, cache_bytes, converted_layers
@@ -119,18 +118,11 @@ def render(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Read the command line, measure, print and write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("checkpoint", help="a converted checkpoint")
-    parser.add_argument("--text", required=True, help="a text file; its first rows are read")
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--output", type=Path, help="write the figures there as JSON, too")
-    options = parser.parse_args()
-    result = measure(options.checkpoint, options.text, options.rows, options.seq_len)
-    print(render(result))
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        atomic_file(options.output, json.dumps(result, indent=1).encode())
+
+    def chosen(given: argparse.Namespace) -> dict[str, Any]:
+        return measure(given.checkpoint, given.text, given.rows, given.seq_len)
+
+    run_command(__doc__, chosen, render, rows=4, seq_len=512)
 
 
 if __name__ == "__main__":

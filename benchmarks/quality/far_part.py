@@ -8,9 +8,7 @@ the content of the far part. Each is replaced by the exact one in turn, which sa
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.convert.atomic import atomic_file
+from benchmarks.quality.checkpoint_command import run_command
 from subquad.distill import TextSource, build_token_dataset
 from subquad.eval.storage import collect_versions, git_commit
 from subquad.layers import SubquadAttention, attention_mode, converted_layers
@@ -212,17 +210,7 @@ def render(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Read the command line, measure, print and write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("checkpoint", help="a converted checkpoint")
-    parser.add_argument("--text", required=True, help="a text file; its first row is read")
-    parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--output", type=Path, help="write the figures there as JSON, too")
-    options = parser.parse_args()
-    result = measure(options.checkpoint, options.text, options.seq_len)
-    print(render(result))
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        atomic_file(options.output, json.dumps(result, indent=1).encode())
+    run_command(__doc__, lambda given: measure(given.checkpoint, given.text, given.seq_len), render, seq_len=1024)
 
 
 if __name__ == "__main__":

@@ -344,7 +344,7 @@ def _mixer_problems(mixer: MixerConfig, family: Family, geometry: LayerGeometry,
         problems.append("exact_kv_heads names every key/value head; use the mixer softmax for such a layer")
     if mixer.feature_dim is not None and mixer.feature_dim > geometry.head_dim:
         problems.append(f"feature_dim {mixer.feature_dim} is wider than the model's heads of {geometry.head_dim}")
-    if mixer.window + mixer.kept_keys > max(context_length, mixer.window):
+    if mixer.kept_keys and mixer.window + mixer.kept_keys > context_length:
         problems.append(
             f"window {mixer.window} and kept_keys {mixer.kept_keys} are longer than the model's context of "
             f"{context_length} tokens, so nothing would ever leave them; keep fewer"

@@ -172,14 +172,11 @@ class Mixer(nn.Module):
     def _beside_window(self, inputs: HeadInputs, stream: WindowStream, reach: Reach, gate: Tensor | None) -> MixerParts:
         """Compute the exact part, and unless it is alone the far part."""
         config, buffers = self.config, inputs.buffers
-        shared = None
-        if buffers is not None and not far_stream_differs(config):
-            shared = (buffers["window_keys"], buffers["window_values"])
         rotated = inputs.rotate(inputs.q, inputs.k)
-        kept = leaving = None
+        shared, kept = not far_stream_differs(config), None
         if self.key_score is not None and reach != "window_only":
             kept = KeptStream(config.kept_keys, self.key_score, inputs, stream)
-            leaving = [stream.peek(x, name) for x, name in ((rotated[1], "window_keys"), (inputs.v, "window_values"))]
+        leaving = stream.peek(rotated[1], inputs.v) if shared or kept is not None else None
         near = stream.near(*rotated, inputs.v)
         if kept is not None and leaving is not None:
             near = kept.attend(near, rotated[0], *leaving)
@@ -187,9 +184,9 @@ class Mixer(nn.Module):
         if reach != "all" or (buffers is None and config.window >= inputs.q.shape[1]):
             return MixerParts(None, None, near, gate=gate)
         far = self._far_inputs(inputs, stream.rank, rotated)
-        written = stream.delay(far.k, far.v, far.log_decay, far.write, shared)
+        written = stream.delay(far.k, far.v, far.log_decay, far.write, leaving if shared else None)
         if kept is not None:
-            written = kept.reroute(written, shared is not None)
+            written = kept.reroute(written, shared)
         out, mass = self._attend(far.q, written, buffers)
         tokens = stream.rank - config.window - config.sinks - config.kept_keys
         return MixerParts(out, mass, near, gate=gate, far_inputs=FarInputs(inputs.hidden_states, tokens))

@@ -43,12 +43,16 @@ def shift_through(new: Tensor, window: int, name: str, buffers: Buffers | None) 
     Returns:
         `[B, W + T, ...]`. Its first T positions are `new` delayed by W.
     """
-    past = new.new_zeros((new.shape[0], window, *new.shape[2:])) if buffers is None else buffers[name].to(new.dtype)
-    full = torch.cat([past, new], dim=1)
+    full = _with_past(new, window, name, buffers)
     if buffers is not None:
         # A copy: a view would keep the whole input alive.
         buffers[name] = full[:, full.shape[1] - window :].to(buffers[name].dtype, copy=True)
     return full
+
+
+def _with_past(new: Tensor, window: int, name: str, buffers: Buffers | None) -> Tensor:
+    past = new.new_zeros((new.shape[0], window, *new.shape[2:])) if buffers is None else buffers[name].to(new.dtype)
+    return torch.cat([past, new], dim=1)
 
 
 def gather_sinks(
@@ -129,19 +133,19 @@ class WindowStream:
             delayed = shift_through(documents + 1, window, "documents", None)[:, : self.takes.shape[1]]
             self.leaving = self.leaving & (delayed == documents + 1)
 
-    def peek(self, x: Tensor, name: str) -> Tensor:
+    def peek(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return what leaves the window at each step, without moving the cached window on.
 
         Args:
-            x: `[B, T, ...]` of the new tokens.
-            name: the cached tensor's name.
+            k: `[B, T, num_kv_heads, head_dim]` rotated keys of the new tokens.
+            v: `[B, T, num_kv_heads, head_dim]` their values.
 
         Returns:
-            `[B, T, ...]`, x delayed by the window.
+            Both delayed by the window.
         """
-        if self.buffers is None:
-            return shift_through(x, self.window, name, None)[:, : x.shape[1]]
-        return torch.cat([self.buffers[name].to(x.dtype), x], dim=1)[:, : x.shape[1]]
+        keys = _with_past(k, self.window, "window_keys", self.buffers)
+        values = _with_past(v, self.window, "window_values", self.buffers)
+        return keys[:, : k.shape[1]], values[:, : v.shape[1]]
 
     def near(self, q: Tensor, k: Tensor, v: Tensor) -> WindowOutput:
         """Attend exactly to the window and the sinks.
@@ -183,24 +187,23 @@ class WindowStream:
             v: `[B, T, num_kv_heads, head_dim]` far values.
             log_decay: `[B, T, num_kv_heads]` or None.
             write: `[B, T, num_kv_heads]` or None.
-            shared: cached window keys and values from before this call when the far part reads the same stream, else
-                None.
+            shared: what leaves the window, from `peek`, where the far part reads the window's own keys and values.
 
         Returns:
             What each step writes: the token that leaves the window there.
         """
         num_new, buffers = k.shape[1], self.buffers
         if shared is not None:
-            k, v = (torch.cat([past.to(new.dtype), new], dim=1) for past, new in zip(shared, (k, v), strict=True))
+            k, v = shared
         else:
-            k = shift_through(k, self.window, "far_keys", buffers)
-            v = shift_through(v, self.window, "far_values", buffers)
+            k = shift_through(k, self.window, "far_keys", buffers)[:, :num_new]
+            v = shift_through(v, self.window, "far_values", buffers)[:, :num_new]
         if log_decay is not None:
             log_decay = shift_through(log_decay, self.window, "far_log_decay", buffers)[:, :num_new]
         if write is not None:
             write = shift_through(write, self.window, "far_write", buffers)[:, :num_new]
-        log_decay = reset_at_documents(log_decay, self.sequence, k[:, :num_new])
-        return FarStream(k[:, :num_new], v[:, :num_new], log_decay, self.leaving, write)
+        log_decay = reset_at_documents(log_decay, self.sequence, k)
+        return FarStream(k, v, log_decay, self.leaving, write)
 
 
 def reset_at_documents(log_decay: Tensor | None, sequence: SequenceInfo, k: Tensor) -> Tensor | None:

@@ -82,7 +82,7 @@ def _block_layout(num_queries: int, seq_len: int, window: int) -> _Blocks:
 def _split_sinks(inputs: WindowInputs) -> tuple[Tensor, _Sinks | None]:
     """Return `[B, T]` bool, the keys seen in the window only, and the sinks."""
     k, v, documents = inputs.k, inputs.v, inputs.documents
-    batch_size, num_queries = inputs.q.shape[:2]
+    num_queries = inputs.q.shape[1]
     valid = k.new_ones(k.shape[:2], dtype=torch.bool) if inputs.valid is None else inputs.valid
     steps = torch.arange(k.shape[1], device=k.device)
     if not isinstance(inputs.sinks, int):
@@ -98,11 +98,19 @@ def _split_sinks(inputs: WindowInputs) -> tuple[Tensor, _Sinks | None]:
         return valid & (steps >= count), _Sinks(k[:, :count], v[:, :count], visible)
     starts = document_starts(documents)
     places = starts[:, inputs.first_position :, None] + slots
-    rows = torch.arange(batch_size, device=k.device)[:, None, None]
     visible = places <= positions[:, None]
     places = places.clamp(max=k.shape[1] - 1)
-    sinks = _Sinks(k[rows, places], v[rows, places], visible & valid[rows, places])
+    sinks = _Sinks(_at(k, places), _at(v, places), visible & _at(valid, places))
     return valid & (steps - starts >= count), sinks
+
+
+def _at(x: Tensor, places: Tensor) -> Tensor:
+    """Return `[B, Tq, N, ...]`, x `[B, T, ...]` at `places` `[B, Tq, N]`.
+
+    Not by indexing: its gradient adds up in whatever order several threads of a CPU come to it.
+    """
+    index = places.flatten(1).reshape(places.shape[0], -1, *(1 for _ in x.shape[2:]))
+    return x.gather(1, index.expand(-1, -1, *x.shape[2:])).unflatten(1, places.shape[1:])
 
 
 def _seen_in_window(blocks: _Blocks, valid: Tensor, documents: Tensor | None) -> Tensor:

@@ -227,3 +227,13 @@ def test_inputs_have_what_goes_wrong():
 def test_all_checks_pass_on_the_gpu():
     results = list(run_checks(torch.device("cuda"), seconds=600))
     assert [result.status for result in results] == ["ok"] * len(results), results
+
+
+def test_the_window_has_the_same_bits_twice_on_several_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        problems = [selfcheck_compare.compare(selfcheck._TORCH_WINDOW, torch.device("cpu"))[1] for _ in range(3)]
+    finally:
+        torch.set_num_threads(threads)
+    assert problems == [[]] * 3

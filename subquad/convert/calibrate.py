@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from subquad.convert.key_scores import KeyScoreFit
+from subquad.convert.key_scores import KeyScoreFit, fit_key_scores, keeps_keys
+from subquad.convert.watch import watch_teacher
 from subquad.errors import ConfigError
-from subquad.layers import SubquadAttention, attention_mode, converted_layers
+from subquad.layers import SubquadAttention, converted_layers
 from subquad.layers.inputs import HeadInputs
 from subquad.layers.mixer import Mixer, MixerParts
 
@@ -44,7 +43,8 @@ class CalibrationResult:
         loss_before: nats per token on the first calibration rows before calibration.
         loss_after: the same with the chosen settings.
         kept: whether the settings were kept; where they raise that loss they are undone.
-        tokens: tokens used.
+        tokens: tokens used for this search.
+        key_tokens: tokens that the scores of kept keys were fitted on; 0 where no layer keeps keys.
     """
 
     error_before: dict[int, float]
@@ -53,6 +53,7 @@ class CalibrationResult:
     loss_after: float
     kept: bool
     tokens: int
+    key_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,6 @@ _TEMPERATURE = _Axis(TEMPERATURES, _write_temperature, per_kv_head=False)
 _TIMESCALE = _Axis(TIMESCALES, _write_timescale, per_kv_head=True)
 _NORM_WEIGHT = _Axis(NORM_WEIGHTS, _write_norm_weight, per_kv_head=False)
 _EXPONENT = _Axis(POSITION_EXPONENTS, _write_exponent, per_kv_head=True)
-
-
-class _Watcher(Protocol):
-    """What measures a layer."""
-
-    def add(self, inputs: HeadInputs) -> None:
-        """Read one batch of the teacher's inputs."""
 
 
 class _LayerSearch:
@@ -167,6 +161,7 @@ def calibrate(
     model: PreTrainedModel,
     rows: Sequence[dict[str, Tensor]],
     *,
+    key_rows: Sequence[dict[str, Tensor]] | None = None,
     on_batch: Callable[[int], None] | None = None,
 ) -> CalibrationResult:
     """Choose temperature, decay timescale and far weight of every converted head by search on the teacher's own inputs.
@@ -176,8 +171,8 @@ def calibrate(
     offset the temperature sets the ratio of score and offset, which is what matters, so the offset stays 1. Pure mixers
     whose output has another size than a weighted mean are searched for that instead: the weight of their norm, or
     Cottention's exponent. An `exp` score starts as its teacher, its decay with it. A layer with nothing to search is
-    left as it is, and named in the log. Where keys are kept, their score is fitted first (`KeyScoreFit`). Nothing is
-    trained; the cost is two teacher forwards, or three, plus up to nine student attentions per batch.
+    left as it is, and named in the log. Where keys are kept, their score is fitted first (`fit_key_scores`). Nothing
+    is trained; the cost is two teacher forwards plus up to nine student attentions per batch.
 
     A head that is nearer to its teacher does not make the model better for certain. So the model's loss is measured
     before and after on the first rows, and settings that raise it are undone with a warning.
@@ -185,8 +180,9 @@ def calibrate(
     Args:
         model: a converted model with fresh mixers.
         rows: batches with `input_ids` `[B, T]` and optionally `position_ids`; a few thousand tokens are enough.
-        on_batch: called with the number of tokens after each batch of each of the `calibration_passes` (for a progress
-            bar).
+        key_rows: the same, for the scores of kept keys; rows that ask for what stands far back make better ones. None
+            is `rows`.
+        on_batch: called with the number of tokens after each batch (for a progress bar); `calibration_tokens` in all.
 
     Returns:
         Errors and losses before and after.
@@ -203,16 +199,12 @@ def calibrate(
     mixers = [layer.mixer for layer in layers if layer.mixer is not None]
     saved = [{name: value.clone() for name, value in mixer.state_dict().items()} for mixer in mixers]
     loss_before = _loss(model, rows[:CHECKED_ROWS])
-    fits = {layer: KeyScoreFit(layer) for layer in layers if layer.mixer_config.kept_keys}
-    if fits:
-        _measure(model, fits, rows, on_batch)
-        for fit in fits.values():
-            fit.write()
+    key_tokens = fit_key_scores(model, rows if key_rows is None else key_rows, on_batch=on_batch)
     before: dict[int, float] = {}
     after: dict[int, float] = {}
     for pick in (_first_axis, _second_axis):
         searches = {layer: _LayerSearch(layer, pick(layer)) for layer in layers if pick(layer) or not before}
-        _measure(model, searches, rows, on_batch)
+        watch_teacher(model, searches, rows, on_batch)
         for search in searches.values():
             start, best = search.choose()
             before.setdefault(search.layer.layer_idx, start)
@@ -228,12 +220,16 @@ def calibrate(
         for mixer, values in zip(mixers, saved, strict=True):
             mixer.load_state_dict(values)
     tokens = sum(row["input_ids"].numel() for row in rows)
-    return CalibrationResult(before, after, loss_before, loss_after, kept, tokens)
+    return CalibrationResult(before, after, loss_before, loss_after, kept, tokens, key_tokens)
 
 
-def calibration_passes(model: PreTrainedModel) -> int:
-    """Return how often `calibrate` goes over its rows: for temperatures, for decays, and for kept keys."""
-    return 2 + any(layer.mixer_config.kept_keys for layer in converted_layers(model) if layer.mixer is not None)
+def calibration_tokens(
+    model: PreTrainedModel, rows: Sequence[dict[str, Tensor]], key_rows: Sequence[dict[str, Tensor]] | None = None
+) -> int:
+    """Return how many tokens `calibrate` reads, as often as it does: for temperatures, for decays, for kept keys."""
+    key_rows = rows if key_rows is None else key_rows
+    passes = [*rows, *rows, *(key_rows if keeps_keys(model) else ())]
+    return sum(row["input_ids"].numel() for row in passes)
 
 
 def calibrate_layer(layer: SubquadAttention, batches: Sequence[HeadInputs]) -> tuple[float, float]:
@@ -276,38 +272,6 @@ def _loss(model: PreTrainedModel, rows: Sequence[dict[str, Tensor]]) -> float:
         total += functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
         count += int((targets != -100).sum())
     return total / max(count, 1)
-
-
-@torch.no_grad()
-def _measure(
-    model: PreTrainedModel,
-    searches: Mapping[SubquadAttention, _Watcher],
-    rows: Sequence[dict[str, Tensor]],
-    on_batch: Callable[[int], None] | None,
-) -> None:
-    with attention_mode(model, "teacher"), _watch(searches):
-        for row in rows:
-            if searches:
-                inputs = {name: row[name] for name in ("input_ids", "position_ids") if name in row}
-                model.model(**inputs, use_cache=False)
-            if on_batch is not None:
-                on_batch(row["input_ids"].numel())
-
-
-@contextmanager
-def _watch(searches: Mapping[SubquadAttention, _Watcher]) -> Iterator[None]:
-    """Hand every layer's input to what measures it while the teacher runs."""
-
-    def hook(layer: SubquadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = layer.inputs(kwargs["hidden_states"], kwargs["position_embeddings"], kwargs.get("sequence"))
-        searches[layer].add(inputs)
-
-    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in searches]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _name_what_is_left(layers: Sequence[SubquadAttention]) -> None:

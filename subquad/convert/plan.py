@@ -370,6 +370,6 @@ def _family_problems(mixer: MixerConfig, family: Family) -> list[str]:
             f"causal: false in a {family.architecture}, which predicts the next token: a sum over all tokens would "
             "show it that token; set causal: true"
         )
-    if mixer.rope == "drop" and not family.rotary:
-        problems.append(f"rope: drop in a {family.architecture}, which has no rotary embedding; use rope: keep")
+    if mixer.rope != "keep" and not family.rotary:
+        problems.append(f"rope: {mixer.rope} in a {family.architecture}, which has no rotary embedding; use rope: keep")
     return problems

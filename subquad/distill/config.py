@@ -110,9 +110,10 @@ class Stage2Config(StageConfig):
         lora_rank: Rank of the adapters.
         lora_alpha: Their scale, times 1 / rank.
         lora_dropout: Dropout on their input.
-        lora_targets: Names of the linear layers that get one.
+        lora_targets: Names of the linear layers that get one; none trains the mixers alone.
         kl_weight: Weight of the divergence to the teacher.
         ce_weight: Weight of the cross-entropy with the text.
+        hidden_weight: Weight of the squared distance of the last hidden states, as a share of the teacher's square.
         temperature: Temperature of the divergence.
         far_weight: How much more a token counts per nat that the teacher gains from beyond window and sinks (its log
             probability against that of its window-only self, at most 5 nats).
@@ -130,6 +131,7 @@ class Stage2Config(StageConfig):
     lora_targets: tuple[str, ...] = LORA_TARGETS
     kl_weight: float = 1.0
     ce_weight: float = 0.0
+    hidden_weight: float = 0.0
     temperature: float = 1.0
     far_weight: float = 0.0
     chunk_tokens: int = 512
@@ -138,9 +140,11 @@ class Stage2Config(StageConfig):
     def problems(self) -> list[str]:
         """Return what is wrong with the fields, one message each."""
         problems = super().problems()
-        weights = (self.kl_weight, self.ce_weight)
+        weights = (self.kl_weight, self.ce_weight, self.hidden_weight)
         if min(weights) < 0 or not sum(weights) > 0:
-            problems.append(f"kl_weight and ce_weight must be at least 0 and one of them above, got {weights}")
+            problems.append(
+                f"kl_weight, ce_weight and hidden_weight must be at least 0 and one of them above, got {weights}"
+            )
         if not self.temperature > 0:
             problems.append(f"temperature must be above 0, got {self.temperature}")
         if not 0 <= self.far_weight < math.inf:

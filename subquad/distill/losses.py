@@ -19,18 +19,25 @@ from subquad.distill.packing import IGNORED_LABEL
 
 @dataclass(frozen=True, kw_only=True)
 class LossWeights:
-    """What the loss of stage 2 is made of: `kl * KL(teacher || student) + ce * cross_entropy`.
+    """What the loss of stage 2 is made of: `kl * KL(teacher || student) + ce * cross_entropy + hidden * mismatch`.
 
     Attributes:
         kl: Weight of the divergence to the teacher, at least 0.
         ce: Weight of the cross-entropy with the text, at least 0.
+        hidden: Weight of the mismatch of the last hidden states, at least 0: `hidden_mismatch_sum`.
         temperature: Divides both models' logits in the divergence, above 0. The divergence is multiplied by its
             square so that gradients keep their size (Hinton et al. 2015, section 2).
     """
 
     kl: float = 1.0
     ce: float = 0.0
+    hidden: float = 0.0
     temperature: float = 1.0
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Whether the loss needs the teacher's hidden states."""
+        return bool(self.kl or self.hidden)
 
 
 def next_token_targets(input_ids: Tensor, position_ids: Tensor | None, labels: Tensor | None) -> Tensor:
@@ -76,7 +83,7 @@ def distillation_loss(
 
     Args:
         student_hidden: Student's last hidden states `[B, T, hidden]`, before its head.
-        teacher_hidden: Teacher's `[B, T, hidden]`, without gradient; None where `weights.kl` is 0.
+        teacher_hidden: Teacher's `[B, T, hidden]`, without gradient; None where `weights` read no teacher.
         targets: Next tokens `[B, T]`, -100 at positions that count for nothing.
         student_head: Maps hidden states to logits `[..., vocab]`.
         teacher_head: The teacher's head (the same module where the two models share it); None with `teacher_hidden`.
@@ -88,7 +95,8 @@ def distillation_loss(
     Returns:
         Scalar float32; 0 if every position is masked.
     """
-    assert (weights.kl == 0) or (teacher_hidden is not None and teacher_head is not None), "KL needs a teacher"
+    assert teacher_hidden is not None or not weights.reads_teacher, "the loss needs a teacher"
+    assert teacher_head is not None or not weights.kl, "KL needs the teacher's head"
     flat_hidden = student_hidden.flatten(0, 1)
     flat_teacher = None if teacher_hidden is None else teacher_hidden.detach().flatten(0, 1)
     flat_targets = targets.flatten()
@@ -97,7 +105,7 @@ def distillation_loss(
     def chunk_loss(hidden: Tensor, start: int) -> Tensor:
         stop = start + len(hidden)
         teacher_logits = None
-        if flat_teacher is not None and teacher_head is not None:
+        if weights.kl and flat_teacher is not None and teacher_head is not None:
             with torch.no_grad():
                 teacher_logits = teacher_head(flat_teacher[start:stop])
         counted = None if flat_weights is None else flat_weights[start:stop]
@@ -105,7 +113,11 @@ def distillation_loss(
 
     parameters = [parameter for parameter in student_head.parameters() if parameter.requires_grad]
     needs_grad = torch.is_grad_enabled() and (flat_hidden.requires_grad or bool(parameters))
-    total = _SumOfChunks.apply(chunk_loss, chunk_tokens, needs_grad, flat_hidden, *parameters)
+    total = torch.zeros((), device=flat_hidden.device)
+    if weights.kl or weights.ce:
+        total = _SumOfChunks.apply(chunk_loss, chunk_tokens, needs_grad, flat_hidden, *parameters)
+    if weights.hidden and flat_teacher is not None:
+        total = total + weights.hidden * hidden_mismatch_sum(flat_hidden, flat_teacher, flat_targets, flat_weights)
     return total / (flat_targets != IGNORED_LABEL).sum().clamp(min=1)
 
 
@@ -163,6 +175,27 @@ def token_loss_sum(
     if token_weights is not None:
         losses = losses * token_weights
     return torch.where(counts, losses, 0.0).sum()
+
+
+def hidden_mismatch_sum(
+    student_hidden: Tensor, teacher_hidden: Tensor, targets: Tensor, token_weights: Tensor | None = None
+) -> Tensor:
+    """Return the squared distance of two models' hidden states over the teacher's square, summed over tokens.
+
+    Args:
+        student_hidden: `[N, hidden]`.
+        teacher_hidden: `[N, hidden]`.
+        targets: `[N]`, -100 at positions that count for nothing.
+        token_weights: `[N]` float32, weight of each position; None is 1.
+
+    Returns:
+        Scalar float32; a token whose hidden state is zero adds its weight.
+    """
+    student, teacher = student_hidden.float(), teacher_hidden.float()
+    losses = (student - teacher).square().sum(-1) / teacher.square().sum(-1).clamp_min(1e-12)
+    if token_weights is not None:
+        losses = losses * token_weights
+    return torch.where(targets != IGNORED_LABEL, losses, 0.0).sum()
 
 
 class _SumOfChunks(torch.autograd.Function):

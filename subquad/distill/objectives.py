@@ -91,7 +91,7 @@ class LogitObjective(Objective):
         Args:
             student: The converted causal language model, not copied.
             teacher: A separate teacher, or None where the student is its own.
-            weights: What the loss is made of; a `kl` of 0 saves the teacher's pass.
+            weights: What the loss is made of; `kl` and `hidden` of 0 save the teacher's pass.
             chunk_tokens: Tokens whose logits exist at one time.
             far_weight: See above; above 0 it needs the student as its own teacher, and costs a forward pass more.
         """
@@ -121,7 +121,7 @@ class LogitObjective(Objective):
         """
         targets = next_token_targets(input_ids, position_ids, labels)
         token_weights = None if loss_weights is None else next_token_weights(loss_weights)
-        reads_teacher = self.weights.kl or self.far_weight
+        reads_teacher = self.weights.reads_teacher or self.far_weight
         teacher_hidden = self._teacher_hidden(input_ids, position_ids) if reads_teacher else None
         if teacher_hidden is not None and self.far_weight:
             gain = self._far_gain(input_ids, position_ids, teacher_hidden, targets)
@@ -132,7 +132,7 @@ class LogitObjective(Objective):
         teacher = self.student if self.teacher is None else self.teacher
         loss = distillation_loss(
             student_hidden,
-            teacher_hidden if self.weights.kl else None,
+            teacher_hidden if self.weights.reads_teacher else None,
             targets,
             self.student.get_output_embeddings(),
             teacher.get_output_embeddings(),

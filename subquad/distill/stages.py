@@ -82,7 +82,7 @@ def run_stage2(
     log: Path,
     teacher: PreTrainedModel | None = None,
 ) -> StageResult:
-    """Train the model's output against its teacher's: adapters and mixers, or all weights.
+    """Train the model's output against its teacher's: adapters and mixers, mixers alone, or all weights.
 
     With adapters the teacher is the model itself, in teacher mode and with adapters off. They stay in the model, so
     that both can be evaluated; `convert.export.merge_adapters` makes them part of the weights. Full tuning changes the
@@ -118,13 +118,16 @@ def run_stage2(
         teacher.requires_grad_(False)
         model.float().requires_grad_(True)
     else:
-        add_lora(model, config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_targets)
+        if config.lora_targets:
+            add_lora(model, config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_targets)
         train_only(model, MIXER_MARK, ADAPTER_MARK)
     rules = (
         GroupRule(name="mixer", pattern=re.escape(MIXER_MARK), learning_rate=config.mixer_learning_rate),
         GroupRule(name="base", pattern="", learning_rate=config.learning_rate, weight_decay=config.weight_decay),
     )
-    weights = LossWeights(kl=config.kl_weight, ce=config.ce_weight, temperature=config.temperature)
+    weights = LossWeights(
+        kl=config.kl_weight, ce=config.ce_weight, hidden=config.hidden_weight, temperature=config.temperature
+    )
     objective = LogitObjective(model, teacher, weights, config.chunk_tokens, config.far_weight)
     with recomputation(model, config.gradient_checkpointing):
         return run_job(

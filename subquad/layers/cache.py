@@ -122,7 +122,7 @@ def _kept_layout(mixer: MixerConfig, heads: int, dim: int, dtype: torch.dtype) -
 
 def far_stream_differs(mixer: MixerConfig) -> bool:
     """Return whether the far part's k and v differ from the window's, so that both wait in the cache."""
-    changes_keys = mixer.conv_width > 1 or mixer.kv_shift or mixer.qk_norm or mixer.rope == "drop"
+    changes_keys = mixer.conv_width > 1 or mixer.kv_shift or mixer.qk_norm or mixer.rope != "keep"
     return changes_keys or mixer.value_step != "none"
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from subquad.errors import ConfigError
+from subquad.layers.inputs import RopePart
 
 MAX_TAYLOR_ORDER = 10
 LINEAR_MAX_ORDER = 2
@@ -50,7 +51,9 @@ class MixerConfig(BaseModel):
         skip: learned per-head skip connection from v, 0 at the start.
         qk_norm: RMS norm on q and k before RoPE; it has no identity start.
         kv_shift: data-dependent token shift on k and v before the convolution (Forgetting Transformer Pro).
-        rope: whether the mixer's q and k carry the teacher's rotary embedding (a window always does).
+        rope: whether the mixer's q and k carry the teacher's rotary embedding (a window always does); `fast` and `slow`
+            rotate only the half of the channel pairs with the higher or the lower frequencies (`fast` is the p-RoPE of
+            Barbero et al. 2024, arXiv 2410.06205, at p = 0.5).
         offset: learned per-head constant c added to the score before a power: `(x + c) ** order`.
         temperature: learned per-head factor on the score.
         qk_maps: learned head_dim x head_dim maps per head on the far part's q and k (identity at start, mergeable).
@@ -91,7 +94,7 @@ class MixerConfig(BaseModel):
     skip: bool = False
     qk_norm: bool = False
     kv_shift: bool = False
-    rope: Literal["keep", "drop"] = "keep"
+    rope: RopePart = "keep"
     offset: bool = False
     temperature: bool = False
     qk_maps: bool = False

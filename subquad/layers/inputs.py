@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from subquad.layers.geometry import HeadSplit
 from subquad.layers.sequence import SequenceInfo
 
 Buffers = dict[str, Tensor]
+RopePart = Literal["keep", "drop", "fast", "slow"]
 
 
 class HeadInputs(NamedTuple):
@@ -35,11 +36,27 @@ class HeadInputs(NamedTuple):
     sequence: SequenceInfo
     buffers: Buffers | None = None
 
-    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q and k `[B, T, heads, head_dim]` with the rotary embedding of these positions, if there is one."""
-        if self.rope is None:
+    def rotate(self, q: Tensor, k: Tensor, part: RopePart = "keep") -> tuple[Tensor, Tensor]:
+        """Apply the rotary embedding of these positions, if there is one.
+
+        Args:
+            q: `[B, T, heads, head_dim]`.
+            k: the same.
+            part: which channel pairs are rotated: all (`keep`), none (`drop`), or the half with the higher (`fast`) or
+                lower (`slow`) frequencies.
+
+        Returns:
+            q and k.
+        """
+        if self.rope is None or part == "drop":
             return q, k
-        return apply_rotary_pos_emb(q, k, *self.rope, unsqueeze_dim=2)
+        cos, sin = self.rope
+        if part != "keep":
+            # channels i and i + head_dim / 2 are a pair; its frequency falls with i
+            pairs = torch.arange(cos.shape[-1], device=cos.device) % (cos.shape[-1] // 2)
+            still = (pairs < cos.shape[-1] // 4) == (part == "slow")
+            cos, sin = cos.masked_fill(still, 1.0), sin.masked_fill(still, 0.0)
+        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
 
     def select(self, split: HeadSplit, kv_heads: tuple[int, ...]) -> HeadInputs:
         """Keep some key/value heads and the query heads that read them.

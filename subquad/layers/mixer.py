@@ -209,9 +209,9 @@ class Mixer(nn.Module):
             q, k, v = self._convolve(self.conv, inputs._replace(q=q, k=k, v=v))
         if self.qk_norm is not None:
             q, k = self.qk_norm(q, k)
-        if self.config.rope == "keep":
-            unchanged = self.shift is None and self.conv is None and self.qk_norm is None
-            q, k = rotated if rotated is not None and unchanged else inputs.rotate(q, k)
+        rope = self.config.rope
+        unchanged = self.shift is None and self.conv is None and self.qk_norm is None and rope == "keep"
+        q, k = rotated if rotated is not None and unchanged else inputs.rotate(q, k, rope)
         skipped, hidden_states = v, inputs.hidden_states
         log_decay = step = None
         if isinstance(self.decay, Mamba2Decay):

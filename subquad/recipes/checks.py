@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from subquad.convert.plan import ConversionPlan, plan_conversion
 from subquad.errors import ConfigError
 from subquad.recipes.exact_heads import count_exact_heads
-from subquad.recipes.schema import Recipe
+from subquad.recipes.schema import TRAINING_STAGES, Recipe
 from subquad.recipes.sections import ExactHeadsSection
 from subquad.recipes.text_sections import TextFiles
 
@@ -54,19 +54,34 @@ def check_recipe_against(recipe: Recipe, hf_config: PretrainedConfig) -> None:
                 f"stage2.far_weight is {recipe.stage2.far_weight}, but a mixer has window: 0, so there is no "
                 "window-only control to compare the teacher with; set stage2.far_weight=0"
             )
-        elif recipe.stage1.tokens and not plan.added_parameters:
-            problems.append(
-                f"stage1.tokens is {recipe.stage1.tokens}, but this mixer has no parameters of its own, so matching "
-                "layer by layer has nothing to train; set stage1.tokens=0"
-            )
+        elif not plan.added_parameters:
+            problems += _untrainable(recipe)
     if problems:
         listed = "\n".join(f"  {line}" for line in problems)
         raise ConfigError(f"recipe {recipe.name} does not fit {recipe.model.source}:\n{listed}")
     _warn_idle_far_part(recipe)
 
 
+def _untrainable(recipe: Recipe) -> list[str]:
+    """Return the stages that would train the mixers alone, for mixers without parameters of their own."""
+    problems = []
+    if recipe.stage1.tokens:
+        problems.append(
+            f"stage1.tokens is {recipe.stage1.tokens}, but this mixer has no parameters of its own, so matching layer "
+            "by layer has nothing to train; set stage1.tokens=0"
+        )
+    if recipe.stage2.tokens and recipe.stage2.lora is None and not recipe.stage2.full:
+        problems.append(
+            "stage2.lora is null, but this mixer has no parameters of its own, so stage 2 has nothing to train; give "
+            "stage2.lora, or set stage2.tokens=0"
+        )
+    return problems
+
+
 def _length_problems(recipe: Recipe, context_length: int) -> list[str]:
+    own = {f"{stage}.seq_len": recipe.stage_seq_len(stage) for stage in TRAINING_STAGES}
     lengths = {"data.seq_len": recipe.data.seq_len, "eval.seq_len": recipe.eval_seq_len}
+    lengths.update({name: length for name, length in own.items() if length != recipe.data.seq_len})
     return [
         f"{name} is {seq_len}, beyond the model's context of {context_length}; lower it"
         for name, seq_len in lengths.items()

@@ -15,7 +15,19 @@ from subquad.eval.records import RECORDS_FOLDER
 from subquad.recipes.fields import Section
 from subquad.recipes.loader import load_recipe, recipe_to_yaml
 
-STAGES = ("plan", "convert", "calibrate", "baseline", "stage1", "stage2", "export", "evaluate", "suite", "report")
+STAGES = (
+    "plan",
+    "convert",
+    "calibrate",
+    "baseline",
+    "stage1",
+    "stage2",
+    "keys",
+    "export",
+    "evaluate",
+    "suite",
+    "report",
+)
 RECIPE_FILE = "recipe.yaml"
 LOCK_FILE = ".lock"
 # everything a run writes; `--fresh` removes these and nothing else, the recipe last: without it the rest is nobody's

@@ -44,8 +44,8 @@ def run_recipe(
     Args:
         recipe: the recipe.
         resume: False removes an earlier run in the recipe's folder first.
-        last_stage: where to stop: `plan`, `convert`, `calibrate`, `baseline`, `stage1`, `stage2`, `export`, `evaluate`,
-            `suite` or `report`.
+        last_stage: where to stop: `plan`, `convert`, `calibrate`, `baseline`, `stage1`, `stage2`, `keys`, `export`,
+            `evaluate`, `suite` or `report`.
         command: command that repeats the run, for the report; None names the recipe in the run's folder.
 
     Returns:

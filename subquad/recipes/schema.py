@@ -21,6 +21,7 @@ from subquad.recipes.sections import (
 )
 from subquad.recipes.text_sections import DataSection
 
+TRAINING_STAGES = ("stage1", "stage2")
 SectionType = TypeVar("SectionType", bound=Section)
 
 
@@ -53,10 +54,13 @@ class Recipe(RunSection):
     def _check_amounts(self) -> Recipe:
         amounts = {
             "calibrate.tokens": (self.calibrate.tokens if self.calibrate.enabled else 0, self.data.seq_len),
-            "stage1.tokens": (self.stage1.tokens, self.data.seq_len),
-            "stage2.tokens": (self.stage2.tokens, self.data.seq_len),
+            "stage1.tokens": (self.stage1.tokens, self.stage_seq_len("stage1")),
+            "stage2.tokens": (self.stage2.tokens, self.stage_seq_len("stage2")),
             "eval.tokens": (self.eval.tokens, self.eval_seq_len),
         }
+        fits_keys = self.calibrate.enabled and self.convert.keeps_keys
+        if fits_keys:
+            amounts["calibrate.key_tokens"] = (self.calibrate.key_tokens, self.data.seq_len)
         choice = self.convert.exact_heads if self.convert.chooses_heads else None
         if choice is not None:
             amounts["convert.exact_heads.tokens"] = (choice.tokens, self.data.seq_len)
@@ -71,9 +75,25 @@ class Recipe(RunSection):
                 f"data.seq_len {self.data.seq_len} is too short for the recall rows of convert.exact_heads, which need "
                 f"{SHORTEST_ROW} tokens; raise it, or set convert.exact_heads.recall_tokens=0"
             )
+        if fits_keys and self.calibrate.key_recall and self.data.seq_len < SHORTEST_ROW:
+            problems.append(
+                f"data.seq_len {self.data.seq_len} is too short for the recall rows that kept keys are fitted on; they "
+                f"need {SHORTEST_ROW} tokens; raise it, or set calibrate.key_recall=0"
+            )
+        short = [stage for stage in TRAINING_STAGES if self.data.recall and self.stage_seq_len(stage) < SHORTEST_ROW]
+        problems += [
+            f"{stage}.seq_len {self.stage_seq_len(stage)} is too short for data.recall, which needs rows of "
+            f"{SHORTEST_ROW} tokens; raise it or remove data.recall"
+            for stage in short
+        ]
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def stage_seq_len(self, stage: str) -> int:
+        """Return the tokens per row of `calibrate`, `stage1`, `stage2` or any other use of the training text."""
+        section = getattr(self, stage) if stage in TRAINING_STAGES else None
+        return (section and section.seq_len) or self.data.seq_len
 
     @property
     def eval_seq_len(self) -> int:

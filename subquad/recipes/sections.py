@@ -122,6 +122,11 @@ class ConvertSection(Section):
         """Whether the run chooses heads that stay softmax."""
         return self.exact_heads is not None and self.exact_heads.heads is None
 
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether a layer keeps keys behind its window."""
+        return any(mixer.kept_keys for mixer in (self.mixer, *self.layers.values()))
+
     @model_validator(mode="after")
     def _check_heads(self) -> ConvertSection:
         named = [mixer.exact_kv_heads for mixer in (self.mixer, *self.layers.values()) if mixer.exact_kv_heads]
@@ -139,10 +144,14 @@ class CalibrateSection(Section):
     Attributes:
         enabled: whether to calibrate.
         tokens: tokens of training text to measure on.
+        key_tokens: tokens of training text to fit the scores of kept keys on, before training and again after it.
+        key_recall: share of these rows that get recall, so that the scores know what is asked for far back.
     """
 
     enabled: bool = True
     tokens: Count = 4096
+    key_tokens: Count = 16_384
+    key_recall: Annotated[float, Field(ge=0, le=1)] = 0.5
 
 
 class StageSection(Section):
@@ -151,6 +160,7 @@ class StageSection(Section):
     Attributes:
         tokens: training tokens.
         batch_size: rows per step and process.
+        seq_len: tokens per row; None is `data.seq_len`.
         warmup_ratio: share of the steps with a rising rate.
         lr_scheduler_type: shape of the rate after that, by its name in transformers.
         max_grad_norm: gradient norm above which gradients are scaled down; 0 leaves them alone.
@@ -160,6 +170,7 @@ class StageSection(Section):
 
     tokens: CountOrZero = 20_480
     batch_size: Count = 2
+    seq_len: RowLength | None = None
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = StageConfig.warmup_ratio
     lr_scheduler_type: Literal["linear", "cosine", "constant_with_warmup"] = StageConfig.lr_scheduler_type
     max_grad_norm: Weight = StageConfig.max_grad_norm
@@ -173,6 +184,7 @@ class Stage1Section(StageSection):
     Attributes:
         tokens: training tokens; 0 leaves the stage out.
         batch_size: rows per step and process.
+        seq_len: tokens per row; None is `data.seq_len`.
         warmup_ratio: share of the steps with a rising rate.
         lr_scheduler_type: shape of the rate after that, by its name in transformers.
         max_grad_norm: gradient norm above which gradients are scaled down; 0 leaves them alone.
@@ -218,6 +230,7 @@ class Stage2Section(StageSection):
     Attributes:
         tokens: training tokens; 0 leaves the stage out.
         batch_size: rows per step and process.
+        seq_len: tokens per row; None is `data.seq_len`.
         warmup_ratio: share of the steps with a rising rate.
         lr_scheduler_type: shape of the rate after that, by its name in transformers.
         max_grad_norm: gradient norm above which gradients are scaled down; 0 leaves them alone.
@@ -226,10 +239,11 @@ class Stage2Section(StageSection):
         learning_rate: peak rate of the adapters (or of all weights with `full`, where 1e-5 suits).
         mixer_learning_rate: peak rate of the mixers' parameters.
         weight_decay: of adapters and base weights.
-        lora: adapters on the projections.
+        lora: adapters on the projections; None trains the mixers alone.
         full: train every weight against a second, frozen copy of the teacher; takes the place of `lora`.
         kl_weight: weight of the KL term.
         ce_weight: weight of the cross-entropy with the text itself.
+        hidden_weight: weight of the squared distance of the last hidden states, as a share of the teacher's square.
         temperature: temperature of the KL term.
         far_weight: how much more a token counts in the loss per nat that the teacher gains from beyond window and
             sinks; costs a forward pass more.
@@ -238,24 +252,27 @@ class Stage2Section(StageSection):
     learning_rate: LearningRate = Stage2Config.learning_rate
     mixer_learning_rate: LearningRate = Stage2Config.mixer_learning_rate
     weight_decay: Weight = Stage2Config.weight_decay
-    lora: LoraSection = LoraSection()
+    lora: LoraSection | None = LoraSection()
     full: bool = False
     kl_weight: Weight = Stage2Config.kl_weight
     ce_weight: Weight = Stage2Config.ce_weight
+    hidden_weight: Weight = Stage2Config.hidden_weight
     temperature: Annotated[float, Field(gt=0, le=100)] = Stage2Config.temperature
     far_weight: Weight = Stage2Config.far_weight
 
     @model_validator(mode="after")
     def _check_loss(self) -> Stage2Section:
         problems = []
-        if not self.kl_weight and not self.ce_weight:
-            problems.append("kl_weight and ce_weight are both 0, so there is nothing to learn from; raise one")
+        if not (self.kl_weight or self.ce_weight or self.hidden_weight):
+            problems.append(
+                "kl_weight, ce_weight and hidden_weight are all 0, so there is nothing to learn from; raise one"
+            )
         if self.full and self.far_weight:
             problems.append(
                 f"far_weight {self.far_weight} compares the teacher with its window-only self, which full: true trains "
                 "away; set far_weight: 0 or full: false"
             )
-        if self.full and self.lora != LoraSection():
+        if self.full and self.lora not in (None, LoraSection()):
             problems.append("full: true trains every weight, so lora is not used; remove one of the two")
         if problems:
             raise ValueError("; ".join(problems))

@@ -30,13 +30,14 @@ def stage1_config(recipe: Recipe) -> Stage1Config:
     trainer = _trainer_settings(recipe)
     # stage 1 holds the graph of one layer at a time, so there is nothing to recompute
     del trainer["gradient_checkpointing"]
-    return Stage1Config(**recipe.stage1.model_dump(), **trainer)
+    return Stage1Config(**recipe.stage1.model_dump(exclude={"seq_len"}), **trainer)
 
 
 def stage2_config(recipe: Recipe) -> Stage2Config:
     """Return the settings of stage 2; the recipe must give it tokens."""
-    settings = recipe.stage2.model_dump()
-    lora = {_RENAMED[name]: value for name, value in settings.pop("lora").items()}
+    settings = recipe.stage2.model_dump(exclude={"seq_len"})
+    given = settings.pop("lora") or {"target_modules": ()}
+    lora = {_RENAMED[name]: value for name, value in given.items()}
     return Stage2Config(**settings, **lora, **_trainer_settings(recipe))
 
 

@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from subquad.convert.calibrate import CalibrationResult, calibrate, calibration_passes
+from subquad.convert.calibrate import CalibrationResult, calibrate, calibration_tokens
 from subquad.convert.export import export_student
+from subquad.convert.key_scores import fit_key_scores
 from subquad.convert.modelcard import ModelCard, write_model_card
 from subquad.convert.plan_table import render_plan
 from subquad.errors import TaskError
@@ -29,6 +30,7 @@ from subquad.recipes.measure import (
     write_sample,
 )
 from subquad.recipes.progress import progress_bar, token_bar
+from subquad.recipes.schema import TRAINING_STAGES
 from subquad.recipes.settings import text_source
 from subquad.recipes.suite import run_suite
 from subquad.recipes.workshop import Workshop
@@ -99,6 +101,17 @@ def train_stage1(shop: Workshop) -> Outcome:
 def train_stage2(shop: Workshop) -> Outcome:
     """Match the model's output distribution to the teacher's."""
     return _train(shop, "stage2")
+
+
+def fit_keys(shop: Workshop) -> Outcome:
+    """Fit the scores of kept keys again: training has moved queries and keys."""
+    trained = any(shop.folder.result(stage)["tokens"] for stage in TRAINING_STAGES)
+    if not (shop.recipe.calibrate.enabled and shop.recipe.convert.keeps_keys and trained):
+        return Outcome({"tokens": 0})
+    rows = shop.key_batches()
+    with token_bar("choosing keys", sum(row["input_ids"].numel() for row in rows), shop.console) as count:
+        tokens = fit_key_scores(shop.student, rows, on_batch=count)
+    return Outcome({"tokens": tokens}, (shop.save_key_scores(),))
 
 
 def export_checkpoint(shop: Workshop) -> Outcome:
@@ -178,13 +191,14 @@ STEPS: dict[str, Callable[[Workshop], Outcome]] = {
     "baseline": measure_baseline,
     "stage1": train_stage1,
     "stage2": train_stage2,
+    "keys": fit_keys,
     "export": export_checkpoint,
     "evaluate": evaluate_run,
     "suite": evaluate_tasks,
     "report": report_run,
 }
 # measured and written by the main process alone
-MAIN_PROCESS_STEPS = ("plan", "baseline", "export", "evaluate", "suite", "report")
+MAIN_PROCESS_STEPS = ("plan", "baseline", "keys", "export", "evaluate", "suite", "report")
 
 
 def bare_card(shop: Workshop) -> ModelCard:
@@ -193,10 +207,10 @@ def bare_card(shop: Workshop) -> ModelCard:
 
 
 def _calibrate(shop: Workshop) -> CalibrationResult:
-    rows = shop.batches("calibrate", shop.recipe.calibrate.tokens)
-    total = calibration_passes(shop.student) * sum(row["input_ids"].numel() for row in rows)
+    rows, key_rows = shop.batches("calibrate", shop.recipe.calibrate.tokens), shop.key_batches()
+    total = calibration_tokens(shop.student, rows, key_rows)
     with token_bar("calibrating", total, shop.console) as count:
-        return calibrate(shop.student, rows, on_batch=count)
+        return calibrate(shop.student, rows, key_rows=key_rows, on_batch=count)
 
 
 def _train(shop: Workshop, stage: str) -> Outcome:

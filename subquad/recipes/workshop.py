@@ -20,19 +20,20 @@ from subquad.convert.plan import ConversionPlan, plan_conversion
 from subquad.convert.source import SourceInfo, Teacher, inspect_source, load_teacher
 from subquad.convert.surgery import apply_plan
 from subquad.distill import StageResult, build_token_dataset, run_stage1, run_stage2
-from subquad.distill.recall import add_recall
+from subquad.distill.recall import RecallConfig, add_recall
 from subquad.errors import DataError, OutputError
 from subquad.eval.loss import Row
 from subquad.models import SubquadLlamaForCausalLM
 from subquad.recipes.checkpoint import load_checkpoint
 from subquad.recipes.run_folder import RunFolder
-from subquad.recipes.schema import Recipe
+from subquad.recipes.schema import TRAINING_STAGES, Recipe
 from subquad.recipes.settings import recall_config, stage1_config, stage2_config, text_source, weights_dtype
 from subquad.recipes.text_sections import EmbeddedText, HubText, TextFiles
 
 _MIXER_MARK = ".mixer."
+_KEY_SCORE_MARK = ".key_score."
 # stages draw their rows with seeds of their own, so that stage 2 does not repeat the rows of stage 1
-_ROW_SEEDS = {"calibrate": 0, "stage1": 1, "stage2": 2, "eval": 3, "heads": 4}
+_ROW_SEEDS = {"calibrate": 0, "stage1": 1, "stage2": 2, "eval": 3, "heads": 4, "keys": 5}
 
 
 class Workshop:
@@ -65,6 +66,11 @@ class Workshop:
     def calibrated_file(self) -> Path:
         """File with the mixers' parameters after calibration."""
         return self.folder.stages_dir / "calibrated.safetensors"
+
+    @property
+    def key_scores_file(self) -> Path:
+        """File with the scores of kept keys that were fitted after training."""
+        return self.folder.stages_dir / "key_scores.safetensors"
 
     @cached_property
     def info(self) -> SourceInfo:
@@ -113,7 +119,7 @@ class Workshop:
         self.__dict__["tokenizer"] = self._require_tokenizer(teacher.tokenizer)
         model = apply_plan(teacher.model, self.plan).eval()
         if self.folder.finished("calibrate"):
-            self._load_mixers(model)
+            self._load(model, self.calibrated_file, _MIXER_MARK, "calibrate")
         return model
 
     @cached_property
@@ -124,6 +130,8 @@ class Workshop:
             if self.folder.finished(stage) and getattr(self.recipe, stage).tokens:
                 # a finished stage is only loaded, in one piece even where it was trained sharded
                 self._train(stage, model)
+        if self.folder.finished("keys") and self.folder.result("keys")["tokens"]:
+            self._load(model, self.key_scores_file, _KEY_SCORE_MARK, "fit them")
         return model
 
     @cached_property
@@ -157,12 +165,19 @@ class Workshop:
 
     def save_mixers(self) -> Path:
         """Write the mixers' parameters to `calibrated_file`; only the main process writes."""
-        if not self.state.is_main_process:
-            return self.calibrated_file
-        state = self.student.state_dict()
-        mixers = {name: value.contiguous().cpu() for name, value in state.items() if _MIXER_MARK in name}
-        atomic_file(self.calibrated_file, save(mixers))
-        return self.calibrated_file
+        return self._save(self.calibrated_file, _MIXER_MARK)
+
+    def save_key_scores(self) -> Path:
+        """Write the scores of kept keys to `key_scores_file`; only the main process writes."""
+        return self._save(self.key_scores_file, _KEY_SCORE_MARK)
+
+    def _save(self, path: Path, mark: str) -> Path:
+        """Write the part of the student's state whose names hold a mark."""
+        if self.state.is_main_process:
+            state = self.student.state_dict()
+            part = {name: value.contiguous().cpu() for name, value in state.items() if mark in name}
+            atomic_file(path, save(part))
+        return path
 
     def exported_student(self) -> PreTrainedModel:
         """Load the exported checkpoint as its users will."""
@@ -176,17 +191,25 @@ class Workshop:
             tokens: how many tokens it takes.
 
         Returns:
-            Rows of `data.seq_len` tokens, the same at every call; with recall in those of the training stages.
+            Rows of `data.seq_len` tokens, or of the stage's own `seq_len`, the same at every call; with recall in those
+            of the training stages.
         """
         data = self.recipe.data
-        rows = self._rows(data.train, data.seq_len, stage, tokens)
-        if data.recall is None or stage not in ("stage1", "stage2"):
-            return rows
-        return add_recall(rows, self.tokenizer, recall_config(data.recall), self._seed(stage))
+        rows = self._rows(data.train, self.recipe.stage_seq_len(stage), stage, tokens)
+        recall = recall_config(data.recall) if data.recall is not None and stage in TRAINING_STAGES else None
+        if stage == "keys" and self.recipe.calibrate.key_recall:
+            recall = RecallConfig(share=self.recipe.calibrate.key_recall)
+        return rows if recall is None else add_recall(rows, self.tokenizer, recall, self._seed(stage))
 
     def batches(self, stage: str, tokens: int) -> list[dict[str, Tensor]]:
         """Return the rows of a stage as batches of one on this process's device; arguments as for `rows`."""
         return self.as_batches(self.rows(stage, tokens))
+
+    def key_batches(self) -> list[dict[str, Tensor]]:
+        """Return the rows that the scores of kept keys are fitted on; none where no layer keeps keys."""
+        if not self.recipe.convert.keeps_keys:
+            return []
+        return self.batches("keys", self.recipe.calibrate.key_tokens)
 
     def as_batches(self, rows: Dataset | IterableDataset) -> list[dict[str, Tensor]]:
         """Return rows as batches of one on this process's device."""
@@ -206,17 +229,19 @@ class Workshop:
     def _seed(self, stage: str) -> int:
         return self.recipe.seed + _ROW_SEEDS[stage]
 
-    def _load_mixers(self, model: PreTrainedModel) -> None:
+    @staticmethod
+    def _load(model: PreTrainedModel, path: Path, mark: str, again: str) -> None:
+        """Read back what `_save` wrote."""
         try:
-            mixers = load_file(self.calibrated_file)
+            part = load_file(path)
         except (OSError, SafetensorError) as error:
             raise OutputError(
-                f"{self.calibrated_file} is damaged: {error}. Remove it to calibrate again, then run the recipe again."
+                f"{path} is damaged: {error}. Remove it to {again} again, then run the recipe again."
             ) from error
-        missing, unexpected = model.load_state_dict(mixers, strict=False)
-        wrong = [name for name in missing if _MIXER_MARK in name] + list(unexpected)
+        missing, unexpected = model.load_state_dict(part, strict=False)
+        wrong = [name for name in missing if mark in name] + list(unexpected)
         if wrong:
-            raise OutputError(f"{self.calibrated_file} does not fit the model ({wrong[0]}); run with --fresh.")
+            raise OutputError(f"{path} does not fit the model ({wrong[0]}); run with --fresh.")
 
     def _require_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
         if tokenizer is None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from subquad.convert.calibrate import calibrate, calibration_passes
+from subquad.convert.calibrate import calibrate, calibration_tokens
 from subquad.convert.key_scores import MIN_FAR_QUERIES, KeyScoreFit, far_attention
 from subquad.convert.plan import plan_conversion
 from subquad.convert.surgery import apply_plan
@@ -112,8 +112,8 @@ def test_calibration_fits_it_and_counts_the_pass():
     start = [layer.mixer.key_score.weight.clone() for layer in converted_layers(model)]
     seen = []
     result = calibrate(model, rows, on_batch=seen.append)
-    assert calibration_passes(model) == 3
-    assert sum(seen) == 3 * result.tokens
+    assert sum(seen) == calibration_tokens(model, rows) == 3 * result.tokens
+    assert result.key_tokens == result.tokens
     changed = [
         not torch.equal(layer.mixer.key_score.weight, before)
         for layer, before in zip(converted_layers(model), start, strict=True)

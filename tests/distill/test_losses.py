@@ -31,20 +31,30 @@ def plain_loss(student, teacher, targets, student_head, teacher_head, weights):
     p = (teacher_logits / weights.temperature).softmax(-1)
     log_q = (student_logits / weights.temperature).log_softmax(-1)
     kl = (p * (p.log() - log_q)).sum(-1).mean() * weights.temperature**2
-    return weights.kl * kl + weights.ce * F.cross_entropy(student_logits, targets[counts])
+    distance = (student - teacher)[counts].norm(dim=-1) ** 2 / teacher[counts].norm(dim=-1) ** 2
+    text = F.cross_entropy(student_logits, targets[counts])
+    return weights.kl * kl + weights.ce * text + weights.hidden * distance.mean()
+
+
+WEIGHTS = [
+    LossWeights(),
+    LossWeights(temperature=2.5),
+    LossWeights(kl=0.7, ce=0.4),
+    LossWeights(kl=0.0, ce=1.0),
+    LossWeights(kl=0.5, hidden=0.3),
+    LossWeights(kl=0.0, hidden=2.0, ce=0.1),
+]
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 26, 100])
-@pytest.mark.parametrize(
-    "weights", [LossWeights(), LossWeights(temperature=2.5), LossWeights(kl=0.7, ce=0.4), LossWeights(kl=0.0, ce=1.0)]
-)
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_value_and_gradients(chunk_tokens, weights):
     student, teacher, targets = make_inputs()
     head, teacher_head = make_head(), make_head(2)
     expected = plain_loss(student, teacher, targets, head, teacher_head, weights)
     expected_grads = torch.autograd.grad(expected, [student, head.weight])
 
-    teacher_hidden = teacher if weights.kl else None
+    teacher_hidden = teacher if weights.reads_teacher else None
     loss = distillation_loss(student, teacher_hidden, targets, head, teacher_head, weights, chunk_tokens)
     # scaled by 3, as a Trainer scales it under gradient accumulation
     grads = torch.autograd.grad(3 * loss, [student, head.weight])
@@ -55,7 +65,7 @@ def test_value_and_gradients(chunk_tokens, weights):
         assert error < 1e-5
 
 
-@pytest.mark.parametrize("weights", [LossWeights(), LossWeights(kl=0.5, ce=1.0)])
+@pytest.mark.parametrize("weights", [LossWeights(), LossWeights(kl=0.5, ce=1.0), LossWeights(kl=0.1, hidden=1.0)])
 def test_token_weights_count_tokens_several_times(weights):
     student, teacher, targets = make_inputs()
     head = make_head()

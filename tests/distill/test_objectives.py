@@ -69,6 +69,15 @@ def test_log_probs_in_chunks():
         torch.testing.assert_close(token_log_probs(hidden, targets, head, chunk_tokens), expected.detach())
 
 
+def test_hidden_states_alone_need_the_teacher():
+    model = tiny_model()
+    objective = LogitObjective(model, None, LossWeights(kl=0.0, hidden=1.0), 16)
+    assert objective(**batch())["loss"] > 0.01
+    with torch.no_grad():
+        same = LogitObjective(model.train(False), model, LossWeights(kl=0.0, hidden=1.0), 16)
+        assert same(**batch())["loss"] == 0
+
+
 def test_a_model_without_window_is_refused(tmp_path):
     mixer = resolve_mixer({"preset": "2mamba", "window": 0}).model_dump()
     pure = SubquadLlamaForCausalLM(SubquadLlamaConfig(**SIZES, mixers=[mixer] * 2))

@@ -17,6 +17,8 @@ MIXERS = {
     "2mamba": {"preset": "2mamba", "window": 8, "sinks": 2},
     "2mamba-pure": {"preset": "2mamba", "window": 0},
     "2mamba-no-rope": {"preset": "2mamba", "window": 8, "sinks": 2, "rope": "drop"},
+    "2mamba-fast-rope": {"preset": "2mamba", "window": 8, "sinks": 2, "conv_width": 1, "rope": "fast"},
+    "2mamba-slow-rope": {"preset": "2mamba", "window": 8, "sinks": 2, "kept_keys": 4, "conv_width": 1, "rope": "slow"},
     "2mamba-exact-head": {"preset": "2mamba", "window": 8, "sinks": 2, "exact_kv_heads": [1]},
     "2mamba-absolute": {"preset": "2mamba", "window": 8, "sinks": 2, "mix_reference": "absolute"},
     "2mamba-mix": {"preset": "2mamba", "window": 8, "sinks": 2, "mix_by_mass": True, "mix_by_input": True},
@@ -360,6 +362,22 @@ def test_one_exact_head_is_that_head_of_the_teacher(teacher):
     exact = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True).transpose(1, 2)
     assert relative(heads[:, :, 3:], exact[:, :, 3:]) < 1e-5
     assert relative(heads[:, :, :3], exact[:, :, :3]) > 1e-3
+
+
+@pytest.mark.parametrize("part, rotated", [("fast", [0, 1, 4, 5]), ("slow", [2, 3, 6, 7])])
+@torch.no_grad()
+def test_half_of_the_channel_pairs_is_rotated(teacher, part, rotated):
+    layer = converted_layers(convert(teacher, {"preset": "2mamba", "rope": part}))[0]
+    hidden = torch.randn(1, 40, 48, generator=torch.Generator().manual_seed(0))
+    assert teacher.config.head_dim == 8
+    inputs = layer.inputs(hidden, teacher.model.rotary_emb(hidden, torch.arange(40)[None]))
+    for x, half, whole in zip(
+        (inputs.q, inputs.k), inputs.rotate(inputs.q, inputs.k, part), inputs.rotate(inputs.q, inputs.k), strict=True
+    ):
+        still = [channel for channel in range(8) if channel not in rotated]
+        assert torch.equal(half[..., rotated], whole[..., rotated])
+        assert torch.equal(half[..., still], x[..., still])
+        assert not torch.equal(half[..., rotated], x[..., rotated])
 
 
 @all_mixers

@@ -62,6 +62,18 @@ def test_other_architectures_are_refused():
         check_recipe_against(recipe(), GPT2Config())
 
 
+def test_rows_of_one_stage_beyond_the_context(hf_config):
+    with pytest.raises(ConfigError, match=r"stage2\.seq_len is 512, beyond the model's context of 256"):
+        check_recipe_against(recipe(stage2={"seq_len": 512}), hf_config)
+
+
+def test_nothing_to_train_without_adapters_and_mixer_parameters(hf_config):
+    plain = {"mixer": {"score": "power", "order": 2}}
+    check_recipe_against(recipe(convert=plain, stage1={"tokens": 0}), hf_config)
+    with pytest.raises(ConfigError, match=r"stage2\.lora is null, but this mixer has no parameters of its own"):
+        check_recipe_against(recipe(convert=plain, stage1={"tokens": 0}, stage2={"lora": None}), hf_config)
+
+
 def test_window_over_whole_rows_warns(hf_config, caplog):
     with caplog.at_level(logging.WARNING):
         check_recipe_against(recipe(convert={"mixer": {"preset": "2mamba", "window": 128}}), hf_config)

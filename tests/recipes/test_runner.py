@@ -138,6 +138,57 @@ def test_full_tuning_trains_every_weight(make_recipe, teacher_dir):
     assert not torch.equal(weights(recipe.run_dir)[name], load_file(teacher_dir / "model.safetensors")[name])
 
 
+def test_stages_with_rows_of_their_own_and_mixers_alone(make_recipe, teacher_dir):
+    recipe = make_recipe(
+        stage1={"tokens": 64, "seq_len": 16, "batch_size": 2}, stage2={"tokens": 128, "batch_size": 2, "lora": None}
+    )
+    run_recipe(recipe)
+    folder = RunFolder(recipe.run_dir)
+    assert [folder.result(stage)["steps"] for stage in ("stage1", "stage2")] == [2, 2]
+    trained, teacher = weights(recipe.run_dir), load_file(teacher_dir / "model.safetensors")
+    assert_same({name: trained[name] for name in teacher}, teacher)
+
+
+def keeping(make_recipe, **changes):
+    """A recipe whose kept keys have enough rows to fit their scores on."""
+    recipe = make_recipe()
+    data = {**recipe.data.model_dump(), "seq_len": 128}
+    sections = {
+        "convert": {"mixer": {"preset": "2mamba", "window": 4, "sinks": 1, "kept_keys": 3}},
+        "calibrate": {"tokens": 128, "key_tokens": 8 * 128},
+        "data": data,
+        "stage1": {"tokens": 256},
+        "stage2": {"tokens": 256},
+        "eval": {"tokens": 256, "memory_lengths": [16], "generate_tokens": 0},
+    }
+    return make_recipe(**{**sections, **changes})
+
+
+def test_keys_are_chosen_again_after_training(make_recipe, monkeypatch):
+    recipe = keeping(make_recipe)
+    run_recipe(recipe, last_stage="stage2")
+    before = load_file(recipe.run_dir / "stages" / "calibrated.safetensors")
+    stop_at(monkeypatch, "export", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(recipe)
+    monkeypatch.undo()
+    run_recipe(recipe)
+    assert RunFolder(recipe.run_dir).result("keys") == {"tokens": 1024}
+    assert RunFolder(recipe.run_dir).result("calibrate")["key_tokens"] == 1024
+    after = weights(recipe.run_dir)
+    scores = [name for name in before if ".key_score." in name]
+    assert len(scores) == 2
+    assert not any(torch.equal(before[name], after[name]) for name in scores)
+
+
+def test_keys_of_an_untrained_model_stay(make_recipe):
+    recipe = keeping(make_recipe, stage1={"tokens": 0}, stage2={"tokens": 0})
+    run_recipe(recipe, last_stage="export")
+    assert RunFolder(recipe.run_dir).result("keys") == {"tokens": 0}
+    before, after = load_file(recipe.run_dir / "stages" / "calibrated.safetensors"), weights(recipe.run_dir)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_stopping_early_and_going_on(make_recipe):
     recipe = make_recipe()
     assert run_recipe(recipe, last_stage="plan") is None

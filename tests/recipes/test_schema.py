@@ -51,7 +51,7 @@ def test_all_problems_come_in_one_message():
             {"stage1": {"learning_rte": 1}},
             "stage1.learning_rte: unknown key 'learning_rte'; did you mean 'learning_rate'?",
         ),
-        ({"stage1": {"seq_len": 8}}, "stage1.seq_len: unknown key here; it belongs at data.seq_len or eval.seq_len"),
+        ({"calibrate": {"seq_len": 8}}, "calibrate.seq_len: unknown key here; it belongs at "),
         ({"stage2": {"lora": {"rr": 8}}}, "stage2.lora.rr: unknown key 'rr'; did you mean 'r'?"),
         ({"convert": {"mixer": "2mmba"}}, "convert.mixer: mixer '2mmba' is unknown; did you mean '2mamba'?"),
         (
@@ -67,7 +67,7 @@ def test_all_problems_come_in_one_message():
         ({"model": []}, "model: must be a mapping of keys to values (got [])"),
         ({"stage1": {"learning_rate": float("nan")}}, "stage1.learning_rate: "),
         ({"eval": {"memory_lengths": [8, 8]}}, "eval.memory_lengths: must be ascending without repeats, got [8, 8]"),
-        ({"stage2": {"kl_weight": 0}}, "stage2: kl_weight and ce_weight are both 0"),
+        ({"stage2": {"kl_weight": 0}}, "stage2: kl_weight, ce_weight and hidden_weight are all 0"),
         ({"stage2": {"full": True, "lora": {"r": 4}}}, "stage2: full: true trains every weight, so lora is not used"),
         ({"stage2": {"lora": {"target_modules": ["qproj"]}}}, "stage2.lora.target_modules.0: "),
     ],
@@ -81,6 +81,27 @@ def test_amounts_below_one_row_are_refused():
     found = problems({"name": "x", "data": {"seq_len": 512}, "stage1": {"tokens": 100}, "eval": {"tokens": 511}})
     assert "stage1.tokens is 100, less than one row of 512 tokens" in found[0]
     assert "eval.tokens is 511" in found[0]
+
+
+def test_rows_of_a_stage_may_have_a_length_of_their_own():
+    recipe = parse_recipe({"name": "x", "data": {"seq_len": 512}, "stage1": {"seq_len": 128, "tokens": 128}})
+    assert [recipe.stage_seq_len(stage) for stage in ("calibrate", "stage1", "stage2")] == [512, 128, 512]
+    found = problems({"name": "x", "data": {"seq_len": 64}, "stage2": {"seq_len": 256, "tokens": 255}})
+    assert "stage2.tokens is 255, less than one row of 256 tokens" in found[0]
+    data = {"seq_len": 256, "recall": {"share": 0.5}}
+    found = problems({"name": "x", "data": data, "stage1": {"seq_len": 64}})
+    assert "stage1.seq_len 64 is too short for data.recall" in found[0]
+
+
+def test_keys_need_rows_of_recall_only_where_they_are_kept():
+    small = {"name": "x", "data": {"seq_len": 64}, "calibrate": {"key_tokens": 32}}
+    parse_recipe(small)
+    keeping = {**small, "convert": {"mixer": {"preset": "2mamba", "kept_keys": 8}}}
+    found = problems(keeping)[0]
+    assert "calibrate.key_tokens is 32, less than one row of 64 tokens" in found
+    assert "data.seq_len 64 is too short for the recall rows that kept keys are fitted on" in found
+    parse_recipe({**keeping, "calibrate": {"key_tokens": 64, "key_recall": 0}})
+    parse_recipe({**keeping, "calibrate": {"enabled": False, "key_tokens": 32}})
 
 
 def test_zero_tokens_leave_a_stage_out():

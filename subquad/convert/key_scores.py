@@ -1,4 +1,4 @@
-"""Fitting which keys a layer keeps: the score of a key predicts the most it will be worth to a far query."""
+"""Fitting which keys a layer keeps: the score of a token predicts the most it will be worth to a far query."""
 
 from __future__ import annotations
 
@@ -6,28 +6,31 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from subquad.convert.watch import watch_teacher
 from subquad.layers import SubquadAttention, converted_layers
 from subquad.layers.inputs import HeadInputs
-from subquad.layers.kept_keys import key_features
+from subquad.layers.kept_keys import token_features
 
 # A key's attention is measured where at least so many queries are beyond its window.
 MIN_FAR_QUERIES = 32
 # What is worth less than this is worth nothing; its log would only spread the targets.
 LEAST_WORTH = 1e-7
 RIDGE = 1e-3
+# Fewer measured tokens say nothing about a few hundred features, whatever the ridge.
+MIN_TOKENS = 256
 
 
 class KeyScoreFit:
     """Least squares, per key/value head, of the log of the most that a token is worth to any far query.
 
-    The regression is on `key_features` and a constant, with a ridge of 1e-3 per key; the constant is not part of the
-    score, which orders tokens of one head only. A token is worth its attention, the teacher's over all tokens, times
-    the norm of its value; a query is far from what is `window` or more tokens behind it. The largest attention chose
-    better than its root mean square and that better than its mean, and with the value's norm each did
-    (`docs/quality.md`).
+    The regression is on `token_features` and a constant, with a ridge of 1e-3 of each feature's mean square; the
+    constant is not part of the score, which orders tokens of one head only. A token is worth its attention, the
+    teacher's over all tokens, times the norm of its value; a query is far from what is `window` or more tokens behind
+    it. The largest attention chose better than its root mean square and that better than its mean, with the value's
+    norm each did, and the layer's input predicts it better than the key alone (`docs/quality.md`).
     """
 
     def __init__(self, layer: SubquadAttention) -> None:
@@ -40,38 +43,36 @@ class KeyScoreFit:
         assert layer.mixer.key_score is not None, "the layer keeps keys"
         self.layer, self.score = layer, layer.mixer.key_score
         heads, size = self.score.weight.shape[0], self.score.weight.shape[1] + 1
-        self.squares = torch.zeros(heads, size, size, dtype=torch.float64)
-        self.products = torch.zeros(heads, size, dtype=torch.float64)
-        self.num_keys = 0
+        device = self.score.weight.device
+        self.squares = torch.zeros(size, size, dtype=torch.float64, device=device)
+        self.products = torch.zeros(size, heads, dtype=torch.float64, device=device)
+        self.num_tokens = 0
 
     @torch.no_grad()
     def add(self, inputs: HeadInputs) -> None:
-        """Measure the keys of one batch.
+        """Measure the tokens of one batch.
 
         Args:
             inputs: the teacher's heads, all of them.
         """
         inputs = inputs.select(self.layer.split, self.layer.split.mixed)
-        features = key_features(inputs.k)
-        features = torch.cat([features, torch.ones_like(features[..., :1])], dim=-1)
+        features = functional.pad(token_features(inputs), (0, 1), value=1.0)
         for row in range(inputs.q.shape[0]):
             attention, measured = far_attention(self.layer, inputs, row)
             worth = attention * inputs.v[row].float().norm(dim=-1)
-            x = features[row, measured].transpose(0, 1).double().cpu()
-            y = worth[measured].clamp_min(LEAST_WORTH).log().T.double().cpu()
-            self.squares += x.transpose(1, 2) @ x
-            self.products += (x.transpose(1, 2) @ y[..., None])[..., 0]
-            self.num_keys += x.shape[1]
+            x = features[row, measured].double()
+            self.squares += x.T @ x
+            self.products += x.T @ worth[measured].clamp_min(LEAST_WORTH).log().double()
+            self.num_tokens += len(x)
 
     @torch.no_grad()
     def write(self) -> None:
-        """Give the layer the fitted score; too few keys leave it as it was."""
-        size = self.squares.shape[1]
-        if self.num_keys < size:
+        """Give the layer the fitted score; too few tokens leave it as it was."""
+        if self.num_tokens < MIN_TOKENS:
             return
-        ridge = RIDGE * self.num_keys * torch.eye(size, dtype=torch.float64)
-        fitted = torch.linalg.solve(self.squares + ridge, self.products)
-        self.score.weight.copy_(fitted[:, :-1])
+        ridge = RIDGE * self.squares.diagonal().clamp_min(LEAST_WORTH)
+        fitted = torch.linalg.solve(self.squares + ridge.diag(), self.products)
+        self.score.weight.copy_(fitted[:-1].T)
 
 
 def keeps_keys(model: PreTrainedModel) -> bool:

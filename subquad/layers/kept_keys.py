@@ -11,22 +11,23 @@ from subquad.layers.geometry import LayerGeometry
 from subquad.layers.inputs import HeadInputs
 from subquad.layers.stream import FarStream, WindowStream, shift_through
 
-NORM = -2
-# Scores are multiples of 1 / 256: keys that differ by the rounding of a product only, as those of one token at two
-# places in the first layer do, tie, and the older is kept whether a text is read at once or token by token.
+# Scores are multiples of 1 / 256: tokens that differ by the rounding of a product only, as one word at two places in
+# the first layer does, tie, and the older is kept whether a text is read at once or token by token.
 STEPS_PER_UNIT = 256.0
+# No value is shorter than this for its logarithm.
+LEAST_NORM = 1e-6
 
 
 class KeyScore(nn.Module):
-    """How much a token will be worth once it is far: `s = a . k + b |k| + c |k|**2`, per key/value head.
+    """How much a token will be worth once it is far: `s = w . f` per key/value head, f of `token_features`.
 
-    It reads the key before its rotation, so that it does not depend on the position. Calibration fits it to the
-    teacher: the log of the most that the token is worth to a query beyond the window (`convert/key_scores.py`;
-    `key_features` is the regression's input). It starts as `-|k|`: pretrained heads look far back mostly at keys of
-    small norm (Devoto et al., arXiv 2406.11430). The choice has no gradient, and training leaves the score as it is.
+    It reads the layer's input and the key before its rotation, so that it does not depend on the position. Calibration
+    fits it to the teacher: the log of the most that the token is worth to a query beyond the window
+    (`convert/key_scores.py`). It starts as `-|k|`: pretrained heads look far back mostly at keys of small norm (Devoto
+    et al., arXiv 2406.11430). The choice has no gradient, and training leaves the score as it is.
 
     Attributes:
-        weight: `[num_kv_heads, head_dim + 2]` float32, a, b and c; a buffer.
+        weight: `[num_kv_heads, hidden_size + 3 * num_kv_heads]` float32; a buffer.
     """
 
     weight: Tensor
@@ -38,33 +39,43 @@ class KeyScore(nn.Module):
             geometry: sizes of the converted heads only.
         """
         super().__init__()
-        self.register_buffer("weight", torch.zeros(geometry.num_kv_heads, geometry.head_dim + 2))
+        self.hidden_size, heads = geometry.hidden_size, geometry.num_kv_heads
+        self.register_buffer("weight", torch.zeros(heads, self.hidden_size + 3 * heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Prefer keys of small norm."""
         self.weight.zero_()
-        self.weight[:, NORM] = -1.0
+        self.weight[:, self.hidden_size :].fill_diagonal_(-1.0)
 
     @torch.no_grad()
-    def forward(self, k: Tensor) -> Tensor:
-        """Score keys.
+    def forward(self, inputs: HeadInputs) -> Tensor:
+        """Score tokens.
 
         Args:
-            k: `[B, T, num_kv_heads, head_dim]`, not rotated.
+            inputs: the converted heads.
 
         Returns:
             `[B, T, num_kv_heads]` float32.
         """
-        scores = (key_features(k) * self.weight.float()).sum(-1)
+        with torch.autocast(inputs.k.device.type, enabled=False):
+            scores = token_features(inputs) @ self.weight.float().T
         return (scores * STEPS_PER_UNIT).round() / STEPS_PER_UNIT
 
 
-def key_features(k: Tensor) -> Tensor:
-    """Return k, its norm and the norm's square, `[..., head_dim + 2]` float32, of keys `[..., head_dim]`."""
-    k = k.float()
-    norm = k.norm(dim=-1, keepdim=True)
-    return torch.cat([k, norm, norm.square()], dim=-1)
+def token_features(inputs: HeadInputs) -> Tensor:
+    """Return what a token's score is linear in, the same for all heads of a layer.
+
+    Args:
+        inputs: the converted heads.
+
+    Returns:
+        `[B, T, hidden_size + 3 * num_kv_heads]` float32: the layer's input, then of every key/value head the norm of
+        its key, then the squares of these norms, then the logs of the norms of the values.
+    """
+    keys, values = (x.float().norm(dim=-1) for x in (inputs.k, inputs.v))
+    logs = values.clamp_min(LEAST_NORM).log()
+    return torch.cat([inputs.hidden_states.float(), keys, keys.square(), logs], dim=-1)
 
 
 class KeptStream:
@@ -75,13 +86,13 @@ class KeptStream:
 
         Args:
             size: keys kept per key/value head.
-            score: of a key.
+            score: of a token.
             inputs: the converted heads; their cache is updated.
             stream: the window, which has not moved on yet.
         """
         self.size, self.buffers = size, inputs.buffers
         window, num_new = stream.window, inputs.k.shape[1]
-        scores = shift_through(score(inputs.k), window, "window_scores", self.buffers)[:, :num_new]
+        scores = shift_through(score(inputs), window, "window_scores", self.buffers)[:, :num_new]
         offered = scores.masked_fill(~stream.leaving[..., None], float("-inf"))
         before = offered.new_full((offered.shape[0], size, offered.shape[2]), float("-inf"))
         if self.buffers is not None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.quality import corpus, decode_loss, far_part, study
+from benchmarks.quality import corpus, decode_loss, far_part, study, teacher_text
 from subquad.errors import ConfigError
 from subquad.eval.records import load_records
 from subquad.layers import attention_mode, converted_layers
@@ -238,3 +238,20 @@ def test_a_long_paragraph_is_cut_between_words():
     documents = corpus.cut(" ".join(words), 100)
     assert " ".join(documents) == " ".join(words)
     assert max(map(len, documents)) < 120
+
+
+def test_a_model_writes_its_own_training_text(tmp_path, monkeypatch, capsys):
+    source = write_hf(tmp_path / "teacher")
+    args = ["teacher_text", str(source), "-o", str(tmp_path / "a.jsonl"), "--tokens", "200", "--length", "24"]
+    found = []
+    for seed in ("0", "0", "1"):
+        monkeypatch.setattr(sys, "argv", [*args, "--batch-size", "4", "--seed", seed])
+        teacher_text.main()
+        found.append([json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()])
+    assert found[0] == found[1] != found[2]
+    assert len(found[0]) % 4 == 0
+    assert len(set(found[0])) > 4
+    assert "documents" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*args, "--temperature", "0"])
+    with pytest.raises(SystemExit, match="--temperature above 0"):
+        teacher_text.main()

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from subquad.convert.calibrate import calibrate, calibration_tokens
-from subquad.convert.key_scores import MIN_FAR_QUERIES, KeyScoreFit, far_attention
+from subquad.convert.key_scores import MIN_FAR_QUERIES, MIN_TOKENS, KeyScoreFit, far_attention, fit_key_scores
 from subquad.convert.plan import plan_conversion
 from subquad.convert.surgery import apply_plan
 from subquad.layers import attention_mode, converted_layers, resolve_mixer
-from subquad.layers.kept_keys import key_features
+from subquad.layers.kept_keys import token_features
 from subquad.layers.sequence import SequenceInfo
 from tests.tiny_llama import tiny_teacher, tiny_tokens
 
@@ -77,11 +77,16 @@ def test_the_fit_is_least_squares(exact):
     layer, inputs = inputs_of(model, tiny_tokens(4, 200))
     fit = KeyScoreFit(layer)
     fit.add(inputs)
+    start = layer.mixer.key_score(inputs.select(layer.split, layer.split.mixed))
     fit.write()
     kept = inputs.select(layer.split, layer.split.mixed)
     rows = [far_attention(layer, kept, row) for row in range(4)]
+    features = token_features(kept)
+    assert features.shape[-1] == 36 + 3 * (2 - len(exact))
+    torch.testing.assert_close(features[..., 36 : 36 + kept.k.shape[2]], kept.k.norm(dim=-1))
+    torch.testing.assert_close(start, -kept.k.norm(dim=-1), atol=1 / 512, rtol=0)
+    x = torch.cat([features[row, measured] for row, (_, measured) in enumerate(rows)])
     for head in range(2 - len(exact)):
-        x = torch.cat([key_features(kept.k)[row, measured, head] for row, (_, measured) in enumerate(rows)])
         values = kept.v[:, :, head].norm(dim=-1)
         y = torch.cat([(largest[:, head] * values[row])[at].log() for row, (largest, at) in enumerate(rows)])
         predicted = x @ layer.mixer.key_score.weight[head]
@@ -101,8 +106,24 @@ def test_too_few_keys_leave_the_start():
     fit = KeyScoreFit(layer)
     fit.add(inputs)
     fit.write()
-    assert 0 < fit.num_keys < start.shape[1] + 1
+    assert 0 < fit.num_tokens < MIN_TOKENS
     assert torch.equal(layer.mixer.key_score.weight, start)
+
+
+def test_it_is_fitted_to_the_weights_of_the_model():
+    """As after training: adapters that are on count, and nothing but the scores changes."""
+    model = convert(tiny_teacher())
+    rows = [{"input_ids": tiny_tokens(4, 200), "labels": torch.zeros(4, 200)}]
+    assert fit_key_scores(model, rows) == 800
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for layer in converted_layers(model):
+            layer.k_proj.weight.neg_()
+    fit_key_scores(model, rows)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, first[name])}
+    scores = {name for name in first if name.endswith("key_score.weight")}
+    assert changed == scores | {name for name in first if name.endswith("k_proj.weight")}
+    assert fit_key_scores(convert(tiny_teacher(), kept_keys=0), rows) == 0
 
 
 def test_calibration_fits_it_and_counts_the_pass():

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from benchmarks.distillation.contents import read_prepared
 from benchmarks.distillation.record import RESULT
-from benchmarks.distillation.run import STUDENT, convert_teacher
+from benchmarks.distillation.run import MIXERS, STUDENT, convert_teacher
 from subquad.convert.export import export_student
 from subquad.convert.modelcard import ModelCard
 from subquad.convert.source import inspect_source
 from subquad.distill import add_lora, load_trainable
 from subquad.distill.adapters import ADAPTER_MARK
+from subquad.distill.checkpoints import load_part
 from subquad.distill.stages import MIXER_MARK, train_only
 from subquad.errors import DataError
 from subquad.recipes.schema import parse_recipe
@@ -43,11 +44,12 @@ def export(data: Path, result: Path, output: Path) -> Path:
     content = {**row["recipe"], "model": {**row["recipe"]["model"], "source": prepared.model}}
     recipe = parse_recipe(content, origin=str(result / RESULT))
     model, tokenizer = convert_teacher(inspect_source(prepared.model), recipe)
-    if "stage2" in stages:
-        config = stage2_config(recipe)
+    config = stage2_config(recipe) if "stage2" in stages else None
+    if config is not None and config.lora_targets:
         add_lora(model, config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_targets)
     train_only(model, MIXER_MARK, ADAPTER_MARK)
     load_trainable(model, result / STUDENT)
+    load_part(model, result / STUDENT / MIXERS, MIXER_MARK)
     card = ModelCard(
         name=recipe.name,
         teacher=row["prepared"]["model"],

@@ -24,10 +24,12 @@ from benchmarks.distillation.record import RESULT, RunRecord
 from benchmarks.distillation.rows import PackedRows
 from subquad.convert.atomic import atomic_directory
 from subquad.convert.calibrate import calibrate
+from subquad.convert.key_scores import fit_key_scores, keeps_keys
 from subquad.convert.plan import plan_conversion
 from subquad.convert.source import SourceInfo, inspect_source, load_teacher
 from subquad.convert.surgery import apply_plan
-from subquad.distill.checkpoints import save_trainable
+from subquad.distill.checkpoints import save_part, save_trainable
+from subquad.distill.stages import MIXER_MARK
 from subquad.errors import ConfigError, OutputError
 from subquad.eval.results import LossName
 from subquad.layers import converted_layers
@@ -38,6 +40,8 @@ from subquad.recipes.settings import stage1_config, stage2_config, weights_dtype
 
 LOG = "log.jsonl"
 STUDENT = "student"
+# What calibration found and no training changes is in no parameter: buffers of the mixers.
+MIXERS = "mixers.safetensors"
 # What a GPU changes in the recipe: batches that fill it, and no checkpoints on the way, which nothing resumes from.
 GPU_CHANGES: dict[str, Any] = {
     "stage1": {"batch_size": 16, "save_steps": 10**9},
@@ -177,9 +181,12 @@ class _Run:
         with self.record.phase("start"):
             self._measure(measured, model, ["student_start"])
         phases = self.record.row["phases"]
-        # the student is measured as often as teacher, control and start were
-        reserve = phases["baseline"]["seconds"] + phases["start"]["seconds"]
+        # the student is measured as often as teacher, control and start were, and its keys take part of a calibration
+        reserve = sum(phases[name]["seconds"] for name in ("baseline", "start", "calibrate"))
         self._train(model, prepared.rows, recipe, reserve)
+        if recipe.calibrate.enabled and keeps_keys(model):
+            with self.record.phase("keys"):
+                self._fit_keys(model, prepared.rows, recipe)
         with self.record.phase("student"):
             self._measure(measured, model, ["student", *(["student_without_far"] if _has_control(model) else [])])
         print("\n".join(measured.lines()), flush=True)
@@ -217,13 +224,30 @@ class _Run:
         if not recipe.calibrate.enabled:
             self.record.row["calibration"] = None
             return
-        wanted = min(len(rows), math.ceil(recipe.calibrate.tokens / rows.seq_len))
-        batches = [_batch(rows[index], self.device) for index in range(wanted)]
+        batches = self._batches(rows, recipe.calibrate.tokens)
+        wanted = len(batches)
         per_row = self._seconds_per_row(model, batches[:1])
         affordable = min(wanted, max(1, int(_CALIBRATION_SHARE * self.record.left / per_row)))
         if affordable < wanted:
             self.record.note(f"calibrated on {affordable} rows in place of {wanted}: a row takes {per_row:.1f} s")
-        self.record.row["calibration"] = dataclasses.asdict(calibrate(model, batches[:affordable]))
+        # the rows have recall already; to read one for its keys takes less than a fourth of a search
+        key_rows = self._batches(rows, recipe.calibrate.key_tokens)[: 4 * affordable]
+        found = calibrate(model, batches[:affordable], key_rows=key_rows)
+        self.record.row["calibration"] = dataclasses.asdict(found)
+
+    def _fit_keys(self, model: PreTrainedModel, rows: PackedRows, recipe: Recipe) -> None:
+        """Choose kept keys anew, on as many rows as they were chosen on before; training has moved them."""
+        fit_key_scores(model, self._batches(rows, self.record.row["calibration"]["key_tokens"]))
+        self._save(model)
+
+    def _batches(self, rows: PackedRows, tokens: int) -> list[dict[str, Tensor]]:
+        count = min(len(rows), math.ceil(tokens / rows.seq_len))
+        return [_batch(rows[index], self.device) for index in range(count)]
+
+    def _save(self, model: PreTrainedModel) -> None:
+        with atomic_directory(self.options.output / STUDENT) as folder:
+            save_trainable(model, folder)
+            save_part(model, folder / MIXERS, MIXER_MARK)
 
     @staticmethod
     def _seconds_per_row(model: PreTrainedModel, batch: list[dict[str, Tensor]]) -> float:
@@ -282,8 +306,7 @@ class _Run:
                 "tokens_per_s": round(done.tokens / max(done.wall_s, 1e-9), 1),
                 "trainable_parameters": done.trainable_parameters,
             }
-            with atomic_directory(self.options.output / STUDENT) as folder:
-                save_trainable(model, folder)
+            self._save(model)
         return first + done.tokens // rows.seq_len
 
 

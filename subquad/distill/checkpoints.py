@@ -10,12 +10,13 @@ import shutil
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor, nn
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from subquad.convert.atomic import atomic_file
 from subquad.errors import OutputError
 
 logger = logging.getLogger(__name__)
@@ -141,6 +142,45 @@ def load_trainable(model: nn.Module, folder: Path) -> None:
         )
     for name, parameter in parameters.items():
         parameter.data.copy_(tensors[name])
+
+
+def save_part(model: nn.Module, path: Path, mark: str) -> Path:
+    """Write the parameters and buffers whose names hold a mark to one file, atomically.
+
+    Args:
+        model: The model, whole.
+        path: A `.safetensors` file.
+        mark: Such as `.mixer.`.
+
+    Returns:
+        The path.
+    """
+    part = {name: value.contiguous().cpu() for name, value in model.state_dict().items() if mark in name}
+    atomic_file(path, save(part))
+    return path
+
+
+def load_part(model: nn.Module, path: Path, mark: str) -> None:
+    """Load what `save_part` wrote.
+
+    Args:
+        model: A model with the same parts.
+        path: The file.
+        mark: As for `save_part`.
+
+    Raises:
+        OutputError: The file cannot be read, or does not fit the model.
+    """
+    try:
+        part = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise OutputError(
+            f"{path} is damaged: {error}. Remove it to make it again, then run the same command again."
+        ) from error
+    missing, unexpected = model.load_state_dict(part, strict=False)
+    wrong = [name for name in missing if mark in name] + list(unexpected)
+    if wrong:
+        raise OutputError(f"{path} does not fit the model ({wrong[0]}); run with --fresh.")
 
 
 def _problem(checkpoint: Path) -> str | None:

@@ -10,18 +10,16 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from rich.console import Console
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from subquad.convert.atomic import atomic_file
 from subquad.convert.plan import ConversionPlan, plan_conversion
 from subquad.convert.source import SourceInfo, Teacher, inspect_source, load_teacher
 from subquad.convert.surgery import apply_plan
 from subquad.distill import StageResult, build_token_dataset, run_stage1, run_stage2
+from subquad.distill.checkpoints import load_part, save_part
 from subquad.distill.recall import RecallConfig, add_recall
-from subquad.errors import DataError, OutputError
+from subquad.errors import DataError
 from subquad.eval.loss import Row
 from subquad.models import SubquadLlamaForCausalLM
 from subquad.recipes.checkpoint import load_checkpoint
@@ -119,7 +117,7 @@ class Workshop:
         self.__dict__["tokenizer"] = self._require_tokenizer(teacher.tokenizer)
         model = apply_plan(teacher.model, self.plan).eval()
         if self.folder.finished("calibrate"):
-            self._load(model, self.calibrated_file, _MIXER_MARK, "calibrate")
+            load_part(model, self.calibrated_file, _MIXER_MARK)
         return model
 
     @cached_property
@@ -131,7 +129,7 @@ class Workshop:
                 # a finished stage is only loaded, in one piece even where it was trained sharded
                 self._train(stage, model)
         if self.folder.finished("keys") and self.folder.result("keys")["tokens"]:
-            self._load(model, self.key_scores_file, _KEY_SCORE_MARK, "fit them")
+            load_part(model, self.key_scores_file, _KEY_SCORE_MARK)
         return model
 
     @cached_property
@@ -172,12 +170,7 @@ class Workshop:
         return self._save(self.key_scores_file, _KEY_SCORE_MARK)
 
     def _save(self, path: Path, mark: str) -> Path:
-        """Write the part of the student's state whose names hold a mark."""
-        if self.state.is_main_process:
-            state = self.student.state_dict()
-            part = {name: value.contiguous().cpu() for name, value in state.items() if mark in name}
-            atomic_file(path, save(part))
-        return path
+        return save_part(self.student, path, mark) if self.state.is_main_process else path
 
     def exported_student(self) -> PreTrainedModel:
         """Load the exported checkpoint as its users will."""
@@ -228,20 +221,6 @@ class Workshop:
 
     def _seed(self, stage: str) -> int:
         return self.recipe.seed + _ROW_SEEDS[stage]
-
-    @staticmethod
-    def _load(model: PreTrainedModel, path: Path, mark: str, again: str) -> None:
-        """Read back what `_save` wrote."""
-        try:
-            part = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise OutputError(
-                f"{path} is damaged: {error}. Remove it to {again} again, then run the recipe again."
-            ) from error
-        missing, unexpected = model.load_state_dict(part, strict=False)
-        wrong = [name for name in missing if mark in name] + list(unexpected)
-        if wrong:
-            raise OutputError(f"{path} does not fit the model ({wrong[0]}); run with --fresh.")
 
     def _require_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
         if tokenizer is None:

@@ -38,8 +38,9 @@ main(sys.argv[1:])
 assert not [name for name in sys.modules if name.split(".")[0] in absent]
 """
 SMALL = [
-    "convert.mixer={preset: 2mamba, window: 16, sinks: 2}",
+    "convert.mixer={preset: 2mamba, window: 16, sinks: 2, kept_keys: 8, mix_by_mass: true}",
     "calibrate.tokens=256",
+    "calibrate.key_tokens=1024",
     "stage1.batch_size=2",
     "stage2.batch_size=2",
     "trainer.logging_steps=1",
@@ -104,6 +105,7 @@ def test_a_whole_run_without_datasets(prepared, tmp_path):
         "stage2_speed",
         "stage1",
         "stage2",
+        "keys",
         "student",
     ]
     assert list(row["phases"]) == parts

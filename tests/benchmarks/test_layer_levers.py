@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.quality import layer_levers
+from benchmarks.quality import layer_levers, windows
 from subquad.convert.plan import plan_conversion
 from subquad.convert.source import load_teacher
 from subquad.convert.surgery import apply_plan
@@ -101,3 +101,28 @@ def test_wrong_levers_are_named(study_file, tmp_path, monkeypatch, capsys):
     assert "no lever bass" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="kept_keys"):
         start(monkeypatch, study_file, "--output", tmp_path / "x", "--set", "base.kept_keys=-1")
+
+
+def test_shapes_of_the_window(study_file, monkeypatch, capsys):
+    assert windows.visible(6, 2, "sliding", sinks=1).int().sum(1).tolist() == [1, 2, 3, 3, 3, 3]
+    assert windows.visible(6, 2, "terraced", sinks=1).int().tolist()[4:] == [[1, 0, 0, 0, 1, 0], [1, 0, 0, 0, 1, 1]]
+    monkeypatch.setattr(
+        sys, "argv", ["windows", str(study_file), "--set", "base={preset: 2mamba, window: 8, sinks: 4}"]
+    )
+    monkeypatch.setattr(windows, "WINDOWS", (4, 8))
+    windows.main()
+    errors = [[float(cell) for cell in line.split("|")[2:4]] for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert all(0 < sliding < terraced for sliding, terraced in errors)
+
+
+def test_the_sliding_shape_is_the_window_of_the_layers(study_file):
+    study = layer_levers.parse_section(layer_levers.Levers, yaml.safe_load(study_file.read_text()), origin="x")
+    teacher = load_teacher(study.model, torch.float32)
+    rows = layer_levers.read_rows(study, teacher.tokenizer)[1]
+    mixer = resolve_mixer({"preset": "2mamba", "window": 8, "sinks": 4})
+    model = apply_plan(teacher.model, plan_conversion(teacher.model.config, mixer))
+    records = layer_levers.record_layers(model, rows, [1])[1]
+    layer = converted_layers(model)[1]
+    with attention_mode(model, "window_only"):
+        expected = layer_levers.held_out_error(layer, records)
+    assert windows.window_error(layer, records, 8, "sliding") == pytest.approx(expected, rel=1e-4)

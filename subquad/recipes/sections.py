@@ -151,7 +151,7 @@ class CalibrateSection(Section):
     enabled: bool = True
     tokens: Count = 4096
     key_tokens: Count = 16_384
-    key_recall: Annotated[float, Field(ge=0, le=1)] = 0.5
+    key_recall: Annotated[float, Field(ge=0, le=1)] = 1.0
 
 
 class StageSection(Section):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from subquad.convert.calibrate import calibrate
+from subquad.convert.calibrate import calibrate, cautious_choice
 from subquad.convert.plan import plan_conversion
 from subquad.convert.surgery import apply_plan, undo_plan
 from subquad.errors import ConfigError
@@ -85,3 +85,15 @@ def test_settings_that_raise_the_loss_are_undone(monkeypatch):
         result = calibrate(model, [{"input_ids": tiny_tokens(2, 120)}])
     assert not result.kept
     assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+
+
+def test_the_smallest_weight_that_is_as_good_as_the_blocks_can_tell():
+    """One head's best is sure, another's is noise, a third's ties."""
+    noise = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
+    sure = torch.stack([torch.full((6,), 3.0), torch.full((6,), 2.0), torch.full((6,), 1.0) + 0.01 * noise], dim=1)
+    unsure = torch.stack([torch.full((6,), 1.0), torch.full((6,), 0.98) + 0.3 * noise, torch.full((6,), 2.0)], dim=1)
+    tied = torch.ones(6, 3)
+    blocks = torch.stack([sure, unsure, tied], dim=-1)
+    assert cautious_choice(blocks).tolist() == [2, 0, 0]
+    # one block says nothing about its spread, so the best is taken
+    assert cautious_choice(blocks[1:2]).tolist() == [2, 1, 0]

@@ -59,7 +59,7 @@ class Levers(Section):
         held_out: a text file of another source.
         seq_len: tokens per row.
         train_rows: rows that are trained on.
-        calibration_rows: how many of them calibrate.
+        calibration_rows: how many of them calibrate; the scores of kept keys are fitted on all.
         held_out_rows: rows that are measured.
         epochs: passes over the training rows.
         layers: which layers.
@@ -220,7 +220,8 @@ def run_lever(
     layer = next(layer for layer in converted_layers(model) if layer.mixer is not None)
     start, errors = time.perf_counter(), {}
     with torch.no_grad():
-        calibrate_layer(layer, [record.heads(layer) for record in train[: study.calibration_rows]])
+        batches = [record.heads(layer) for record in train]
+        calibrate_layer(layer, batches[: study.calibration_rows], batches)
     errors["calibrated"] = held_out_error(layer, test)
     if layer.mixer_config.window:
         for mode, label in (("window_only", "window"), ("exact_only", "exact")):

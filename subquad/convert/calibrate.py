@@ -261,19 +261,22 @@ def calibration_tokens(
     return sum(row["input_ids"].numel() for row in passes)
 
 
-def calibrate_layer(layer: SubquadAttention, batches: Sequence[HeadInputs]) -> tuple[float, float]:
+def calibrate_layer(
+    layer: SubquadAttention, batches: Sequence[HeadInputs], key_batches: Sequence[HeadInputs] | None = None
+) -> tuple[float, float]:
     """Do to one layer what `calibrate` does to each, from its inputs alone and without asking the model's loss.
 
     Args:
         layer: a converted layer with a fresh mixer.
         batches: the teacher's heads.
+        key_batches: the same, to fit the score of kept keys on; None is `batches`.
 
     Returns:
         Mean relative error of its heads before and after; NaN for a layer with nothing to search.
     """
     if layer.mixer_config.kept_keys:
         fit = KeyScoreFit(layer)
-        for inputs in batches:
+        for inputs in batches if key_batches is None else key_batches:
             fit.add(inputs)
         fit.write()
     errors = []

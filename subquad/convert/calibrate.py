@@ -27,12 +27,11 @@ NORM_WEIGHTS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 # m in s ** -sigmoid(m): exponents of 0.27 to 0.95.
 POSITION_EXPONENTS = (-1.0, 0.0, 0.5, 1.0, 2.0, 3.0)
 
+# A head takes the smallest far weight that has this share of what the best one gains over none. Its error hardly tells
+# the two apart, and errors add up over the layers: the model's loss is lower so (`docs/quality.md`).
+GAIN_SHARE = 0.5
+
 CHECKED_ROWS = 4
-# Tokens whose errors are summed up; the spread between such blocks says how sure a far weight is.
-BLOCK = 128
-# Of the far weights that are no worse than the best one by so many standard errors, a head takes the smallest: what
-# looks best on a few thousand tokens is too large elsewhere.
-STANDARD_ERRORS = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -97,41 +96,36 @@ _EXPONENT = _Axis(POSITION_EXPONENTS, _write_exponent, per_kv_head=True)
 
 
 class _LayerSearch:
-    """Errors of one layer for every value of one axis and every far weight, in blocks of tokens.
-
-    `blocks` holds one `[blocks, values, log mixes, heads]` per batch.
-    """
+    """Errors of one layer for every value of one axis and every far weight: `[values, log mixes, heads]`."""
 
     def __init__(self, layer: SubquadAttention, axis: _Axis | None) -> None:
         assert layer.mixer is not None
         self.layer, self.mixer, self.axis = layer, layer.mixer, axis
         self.heads = self.mixer.geometry.num_heads
-        self.num_mixes = 1 if self.mixer.far_weight is None else len(LOG_MIXES)
-        self.num_values = 1 if axis is None else len(axis.values)
-        self.blocks: list[Tensor] = []
+        num_mixes = 1 if self.mixer.far_weight is None else len(LOG_MIXES)
+        num_values = 1 if axis is None else len(axis.values)
+        self.error = torch.zeros(num_values, num_mixes, self.heads)
         self.start_error, self.power = torch.zeros(self.heads), torch.zeros(self.heads)
-        self.logs, self.far_tokens = torch.zeros(self.num_values, 3, self.heads), 0
+        self.logs, self.far_tokens = torch.zeros(num_values, 3, self.heads), 0
 
     @torch.no_grad()
     def add(self, inputs: HeadInputs) -> None:
         """Measure every grid point on one batch of the teacher's inputs; the mixer is left as it was."""
         mixer, inputs = self.mixer, inputs.select(self.layer.split, self.layer.split.mixed)
         target, real = self.layer.exact_heads(inputs), inputs.real()
-        self.power += _per_block(target, real).sum(0)
-        self.start_error += _per_block(mixer.finish(mixer.parts(inputs)) - target, real).sum(0)
-        found: list[Tensor] = []
+        self.power += _per_head(target, real)
+        self.start_error += _per_head(mixer.finish(mixer.parts(inputs)) - target, real)
         saved = {name: value.clone() for name, value in mixer.state_dict().items()}
-        for index in range(self.num_values):
+        for index in range(self.error.shape[0]):
             if self.axis is not None:
                 count = mixer.geometry.num_kv_heads if self.axis.per_kv_head else self.heads
                 self.axis.write(mixer, torch.full((count,), self.axis.values[index]))
             parts = mixer.parts(inputs)
             self._add_logs(index, parts, real)
-            for m in range(self.num_mixes):
+            for m in range(self.error.shape[1]):
                 if mixer.far_weight is not None:
                     mixer.far_weight.log_mix.fill_(LOG_MIXES[m])
-                found.append(_per_block(mixer.finish(parts) - target, real))
-        self.blocks.append(torch.stack(found, dim=1).unflatten(1, (self.num_values, self.num_mixes)))
+                self.error[index, m] += _per_head(mixer.finish(parts) - target, real)
         mixer.load_state_dict(saved)
 
     def _add_logs(self, index: int, parts: MixerParts, real: Tensor) -> None:
@@ -148,9 +142,8 @@ class _LayerSearch:
     @torch.no_grad()
     def choose(self) -> tuple[float, float]:
         """Give every head its best value and a cautious far weight; return the mean relative error before and after."""
-        mixer, blocks = self.mixer, torch.cat(self.blocks) / self.power
-        relative = blocks.sum(0)
-        best = relative.amin(dim=1)
+        mixer, relative = self.mixer, self.error / self.power
+        best, log_mix = relative.amin(dim=1), cautious_choice(relative)
         if self.axis is not None and self.axis.per_kv_head:
             grouped = best.unflatten(1, (mixer.geometry.num_kv_heads, -1)).sum(-1)
             value = grouped.argmin(0)
@@ -161,29 +154,25 @@ class _LayerSearch:
             if self.axis is not None:
                 self.axis.write(mixer, torch.tensor(self.axis.values)[value])
         heads = torch.arange(self.heads)
-        log_mix = cautious_choice(blocks[:, value, :, heads].movedim(0, -1))
         if mixer.far_weight is not None:
-            mixer.far_weight.log_mix.copy_(torch.tensor(LOG_MIXES)[log_mix])
+            mixer.far_weight.log_mix.copy_(torch.tensor(LOG_MIXES)[log_mix[value, heads]])
             if mixer.far_weight.means is not None and self.far_tokens:
                 mixer.far_weight.means.copy_(self.logs[value, :, heads].T / self.far_tokens)
-        return (self.start_error / self.power).mean().item(), relative[value, log_mix, heads].mean().item()
+        chosen = relative[value, log_mix[value, heads], heads]
+        return (self.start_error / self.power).mean().item(), chosen.mean().item()
 
 
-def cautious_choice(blocks: Tensor) -> Tensor:
-    """Return the first candidate that is no worse than the best one, as far as the blocks can tell.
-
-    The rule of one standard error (Breiman et al. 1984), on differences paired by block.
+def cautious_choice(errors: Tensor) -> Tensor:
+    """Return the first far weight that has most of the best one's gain.
 
     Args:
-        blocks: `[blocks, candidates, heads]` errors; candidates from the most to the least cautious.
+        errors: `[values, log mixes, heads]`, the smallest far weight first: as good as none.
 
     Returns:
-        `[heads]` int64.
+        `[values, heads]` int64, indices of log mixes.
     """
-    best = blocks.sum(0).argmin(0)
-    behind = blocks - blocks.gather(1, best.expand(len(blocks), 1, -1))
-    spread = behind.std(0) * len(blocks) ** 0.5 if len(blocks) > 1 else torch.zeros_like(behind[0])
-    return (behind.sum(0) <= STANDARD_ERRORS * spread).int().argmax(0)
+    none, best = errors[:, :1], errors.amin(dim=1, keepdim=True)
+    return (errors <= none - GAIN_SHARE * (none - best)).int().argmax(dim=1)
 
 
 def calibrate(
@@ -348,7 +337,6 @@ def _size_axis(layer: SubquadAttention) -> _Axis | None:
     return _EXPONENT if mixer.position_step is not None else None
 
 
-def _per_block(x: Tensor, real: Tensor) -> Tensor:
-    """Sum of squares over the channels and tokens of a block for each head, padding left out: `[blocks, heads]`."""
-    errors = x.float().square().sum(-1) * real[..., None]
-    return torch.cat([block.sum(1) for block in errors.split(BLOCK, dim=1)]).cpu()
+def _per_head(x: Tensor, real: Tensor) -> Tensor:
+    """Sum of squares over batch, tokens and channels for each head, padding left out."""
+    return (x.float().square().sum(-1) * real[..., None]).sum((0, 1)).cpu()

@@ -87,13 +87,7 @@ def test_settings_that_raise_the_loss_are_undone(monkeypatch):
     assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
 
 
-def test_the_smallest_weight_that_is_as_good_as_the_blocks_can_tell():
-    """One head's best is sure, another's is noise, a third's ties."""
-    noise = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
-    sure = torch.stack([torch.full((6,), 3.0), torch.full((6,), 2.0), torch.full((6,), 1.0) + 0.01 * noise], dim=1)
-    unsure = torch.stack([torch.full((6,), 1.0), torch.full((6,), 0.98) + 0.3 * noise, torch.full((6,), 2.0)], dim=1)
-    tied = torch.ones(6, 3)
-    blocks = torch.stack([sure, unsure, tied], dim=-1)
-    assert cautious_choice(blocks).tolist() == [2, 0, 0]
-    # one block says nothing about its spread, so the best is taken
-    assert cautious_choice(blocks[1:2]).tolist() == [2, 1, 0]
+def test_the_smallest_weight_with_most_of_the_gain():
+    errors = torch.tensor([[1.0, 0.9, 0.3, 0.0, 0.5], [1.0, 1.0, 1.2, 1.5, 2.0], [1.0, 0.2, 0.1, 0.0, 0.0]]).T[None]
+    assert cautious_choice(errors).tolist() == [[2, 0, 1]]
+    assert cautious_choice(errors[:, :1]).tolist() == [[0, 0, 0]]

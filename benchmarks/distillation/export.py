@@ -49,7 +49,7 @@ def export(data: Path, result: Path, output: Path) -> Path:
         add_lora(model, config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_targets)
     train_only(model, MIXER_MARK, ADAPTER_MARK)
     load_trainable(model, result / STUDENT)
-    load_part(model, result / STUDENT / MIXERS, MIXER_MARK)
+    load_part(model, result / STUDENT / MIXERS, MIXER_MARK, "The run has to be made again with this version.")
     card = ModelCard(
         name=recipe.name,
         teacher=row["prepared"]["model"],

@@ -36,6 +36,7 @@ from subquad.layers import converted_layers
 from subquad.recipes.checks import check_recipe_against
 from subquad.recipes.loader import apply_overrides, load_content, merge_content
 from subquad.recipes.schema import Recipe, parse_recipe
+from subquad.recipes.sections import CalibrateSection
 from subquad.recipes.settings import stage1_config, stage2_config, weights_dtype
 
 LOG = "log.jsonl"
@@ -107,6 +108,12 @@ def make_recipe(options: RunOptions, model: str, seq_len: int, recall: dict[str,
         problems.append("convert.exact_heads chooses heads, which `subquad run` does; name its choice with heads")
     if recipe.stage2.full:
         problems.append("stage2.full trains all weights, whose file is too large to hand back; use adapters")
+    if any(stage.seq_len not in (None, seq_len) for stage in (recipe.stage1, recipe.stage2)):
+        problems.append(f"stage1.seq_len and stage2.seq_len: all rows have the {seq_len} tokens of the preparation")
+    if recipe.calibrate.key_recall != CalibrateSection().key_recall:
+        problems.append(
+            "calibrate.key_recall: keys are fitted on training rows, whose recall is that of the preparation"
+        )
     if problems:
         raise ConfigError("; ".join(problems))
     return recipe
@@ -230,14 +237,15 @@ class _Run:
         affordable = min(wanted, max(1, int(_CALIBRATION_SHARE * self.record.left / per_row)))
         if affordable < wanted:
             self.record.note(f"calibrated on {affordable} rows in place of {wanted}: a row takes {per_row:.1f} s")
-        # the rows have recall already; to read one for its keys takes less than a fourth of a search
+        # rows for keys are training rows, with the recall that was prepared; one takes less than a fourth of a search
         key_rows = self._batches(rows, recipe.calibrate.key_tokens)[: 4 * affordable]
         found = calibrate(model, batches[:affordable], key_rows=key_rows)
         self.record.row["calibration"] = dataclasses.asdict(found)
 
     def _fit_keys(self, model: PreTrainedModel, rows: PackedRows, recipe: Recipe) -> None:
         """Choose kept keys anew, on as many rows as they were chosen on before; training has moved them."""
-        fit_key_scores(model, self._batches(rows, self.record.row["calibration"]["key_tokens"]))
+        found = fit_key_scores(model, self._batches(rows, self.record.row["calibration"]["keys"]["tokens"]))
+        self.record.row["keys"] = None if found is None else dataclasses.asdict(found)
         self._save(model)
 
     def _batches(self, rows: PackedRows, tokens: int) -> list[dict[str, Tensor]]:

@@ -26,7 +26,7 @@ from subquad.eval.style import (
 _COLORS = (BLUE, ORANGE, GREEN, RED, GREY)
 _MARKERS = ("o", "s", "^", "D")
 _MIB = 2**20
-_TRAINING = ("calibrate", "stage1", "stage2")
+_TRAINING = ("calibrate", "stage1", "stage2", "keys")
 _MODELS = ("teacher", "window_only", "student")
 
 

@@ -44,8 +44,15 @@ def write_documents(
         seed: of the sampling.
 
     Yields:
-        Text without special tokens.
+        Text without special tokens; empty documents are left out.
+
+    Raises:
+        SystemExit: the tokenizer has no token to begin with, documents would be longer than the model's context, or
+            the model writes nothing.
     """
+    context = model.config.max_position_embeddings
+    if length >= context:
+        raise SystemExit(f"error: --length is {length}, but with the first token the context is {context}; lower it")
     torch.manual_seed(seed)
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if first is None:
@@ -60,13 +67,18 @@ def write_documents(
             do_sample=True,
             temperature=temperature,
             top_k=0,
+            top_p=1.0,
+            repetition_penalty=1.0,
             max_new_tokens=length,
             pad_token_id=first if end is None else end,
         )[:, 1:]
-        for row in rows.tolist():
-            ids = row[: row.index(end)] if end in row else row
+        documents = [row[: row.index(end)] if end in row else row for row in rows.tolist()]
+        if not any(documents):
+            raise SystemExit("error: the model ends every document at once; raise --temperature or give another model")
+        for ids in documents:
             written += len(ids)
-            yield tokenizer.decode(ids, skip_special_tokens=True)
+            if ids:
+                yield tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def main() -> None:

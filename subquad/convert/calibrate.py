@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 
-from subquad.convert.key_scores import KeyScoreFit, fit_key_scores, keeps_keys
-from subquad.convert.watch import watch_teacher
+from subquad.convert.key_scores import KeyFit, KeyScoreFit, fit_key_scores, keeps_keys
+from subquad.convert.watch import CHECKED_ROWS, mean_loss, watch_teacher
 from subquad.errors import ConfigError
 from subquad.layers import SubquadAttention, converted_layers
 from subquad.layers.inputs import HeadInputs
@@ -31,8 +30,6 @@ POSITION_EXPONENTS = (-1.0, 0.0, 0.5, 1.0, 2.0, 3.0)
 # the two apart, and errors add up over the layers: the model's loss is lower so (`docs/quality.md`).
 GAIN_SHARE = 0.5
 
-CHECKED_ROWS = 4
-
 logger = logging.getLogger(__name__)
 
 
@@ -48,7 +45,7 @@ class CalibrationResult:
         loss_after: the same with the chosen settings.
         kept: whether the settings were kept; where they raise that loss they are undone.
         tokens: tokens used for this search.
-        key_tokens: tokens that the scores of kept keys were fitted on; 0 where no layer keeps keys.
+        keys: the fit of the scores of kept keys, which came first; None where no layer keeps keys.
     """
 
     error_before: dict[int, float]
@@ -57,7 +54,7 @@ class CalibrationResult:
     loss_after: float
     kept: bool
     tokens: int
-    key_tokens: int = 0
+    keys: KeyFit | None = None
 
 
 @dataclass(frozen=True)
@@ -185,12 +182,13 @@ def calibrate(
     """Choose temperature, decay timescale and far weight of every converted head by search on the teacher's own inputs.
 
     Each head takes, first among temperatures and then among timescales (shared by the query heads of a key/value head),
-    each with its own far weight, the values whose output is nearest to its teacher's in squared error. With a learned
+    each with its own best far weight, the values whose output is nearest to its teacher's in squared error; the far
+    weight itself is then the smallest with half of that one's gain (`GAIN_SHARE`). With a learned
     offset the temperature sets the ratio of score and offset, which is what matters, so the offset stays 1. Pure mixers
     whose output has another size than a weighted mean are searched for that instead: the weight of their norm, or
     Cottention's exponent. An `exp` score starts as its teacher, its decay with it. A layer with nothing to search is
     left as it is, and named in the log. Where keys are kept, their score is fitted first (`fit_key_scores`). Nothing
-    is trained; the cost is two teacher forwards plus up to nine student attentions per batch.
+    is trained; the cost is two teacher forwards (three with kept keys) plus up to nine student attentions per batch.
 
     A head that is nearer to its teacher does not make the model better for certain. So the model's loss is measured
     before and after on the first rows, and settings that raise it are undone with a warning.
@@ -214,10 +212,10 @@ def calibrate(
     if not rows:
         raise ConfigError("calibrate: no rows were given; it needs at least one batch of tokens")
     _name_what_is_left(layers)
+    keys = fit_key_scores(model, rows if key_rows is None else key_rows, on_batch=on_batch)
     mixers = [layer.mixer for layer in layers if layer.mixer is not None]
     saved = [{name: value.clone() for name, value in mixer.state_dict().items()} for mixer in mixers]
-    loss_before = _loss(model, rows[:CHECKED_ROWS])
-    key_tokens = fit_key_scores(model, rows if key_rows is None else key_rows, on_batch=on_batch)
+    loss_before = mean_loss(model, rows[:CHECKED_ROWS])
     before: dict[int, float] = {}
     after: dict[int, float] = {}
     for pick in (_first_axis, _second_axis):
@@ -227,7 +225,7 @@ def calibrate(
             start, best = search.choose()
             before.setdefault(search.layer.layer_idx, start)
             after[search.layer.layer_idx] = best
-    loss_after = _loss(model, rows[:CHECKED_ROWS])
+    loss_after = mean_loss(model, rows[:CHECKED_ROWS])
     kept = loss_after <= loss_before
     if not kept:
         warnings.warn(
@@ -238,7 +236,7 @@ def calibrate(
         for mixer, values in zip(mixers, saved, strict=True):
             mixer.load_state_dict(values)
     tokens = sum(row["input_ids"].numel() for row in rows)
-    return CalibrationResult(before, after, loss_before, loss_after, kept, tokens, key_tokens)
+    return CalibrationResult(before, after, loss_before, loss_after, kept, tokens, keys)
 
 
 def calibration_tokens(
@@ -278,21 +276,6 @@ def calibrate_layer(
             search.add(inputs)
         errors.append(search.choose())
     return (errors[0][0], errors[-1][1]) if errors else (float("nan"), float("nan"))
-
-
-@torch.no_grad()
-def _loss(model: PreTrainedModel, rows: Sequence[dict[str, Tensor]]) -> float:
-    """Return the student's mean loss per predicted token; the first token of a document is not predicted."""
-    total, count = 0.0, 0
-    for row in rows:
-        inputs = {name: row[name] for name in ("input_ids", "position_ids") if name in row}
-        targets = row["input_ids"][:, 1:]
-        if "position_ids" in row:
-            targets = targets.masked_fill(row["position_ids"][:, 1:] == 0, -100)
-        logits = model(**inputs, use_cache=False).logits[:, :-1].float()
-        total += functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
-        count += int((targets != -100).sum())
-    return total / max(count, 1)
 
 
 def _name_what_is_left(layers: Sequence[SubquadAttention]) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from subquad.convert.watch import watch_teacher
+from subquad.convert.watch import CHECKED_ROWS, mean_loss, watch_teacher
 from subquad.layers import SubquadAttention, converted_layers
 from subquad.layers.inputs import HeadInputs
 from subquad.layers.kept_keys import token_features
@@ -43,9 +45,9 @@ class KeyScoreFit:
         assert layer.mixer.key_score is not None, "the layer keeps keys"
         self.layer, self.score = layer, layer.mixer.key_score
         heads, size = self.score.weight.shape[0], self.score.weight.shape[1] + 1
-        device = self.score.weight.device
-        self.squares = torch.zeros(size, size, dtype=torch.float64, device=device)
-        self.products = torch.zeros(size, heads, dtype=torch.float64, device=device)
+        # on the CPU: for all layers of a model with 8B parameters these are 4 GiB
+        self.squares = torch.zeros(size, size, dtype=torch.float64)
+        self.products = torch.zeros(size, heads, dtype=torch.float64)
         self.num_tokens = 0
 
     @torch.no_grad()
@@ -61,32 +63,51 @@ class KeyScoreFit:
             attention, measured = far_attention(self.layer, inputs, row)
             worth = attention * inputs.v[row].float().norm(dim=-1)
             x = features[row, measured].double()
-            self.squares += x.T @ x
-            self.products += x.T @ worth[measured].clamp_min(LEAST_WORTH).log().double()
+            self.squares += (x.T @ x).cpu()
+            self.products += (x.T @ worth[measured].clamp_min(LEAST_WORTH).log().double()).cpu()
             self.num_tokens += len(x)
 
     @torch.no_grad()
-    def write(self) -> None:
-        """Give the layer the fitted score; too few tokens leave it as it was."""
+    def write(self) -> bool:
+        """Give the layer the fitted score; return False where too few tokens leave it as it was."""
         if self.num_tokens < MIN_TOKENS:
-            return
+            return False
         ridge = RIDGE * self.squares.diagonal().clamp_min(LEAST_WORTH)
         fitted = torch.linalg.solve(self.squares + ridge.diag(), self.products)
         self.score.weight.copy_(fitted[:-1].T)
+        return True
+
+
+@dataclass(frozen=True)
+class KeyFit:
+    """What a fit of the scores of kept keys did.
+
+    Attributes:
+        tokens: tokens that were read.
+        loss_before: nats per token of the first rows with the scores as they were.
+        loss_after: the same with the fitted scores.
+        kept: whether these stay; where they raise that loss, the former ones do.
+    """
+
+    tokens: int
+    loss_before: float
+    loss_after: float
+    kept: bool
 
 
 def keeps_keys(model: PreTrainedModel) -> bool:
     """Return whether any layer of a converted model keeps keys."""
-    return any(layer.mixer is not None and layer.mixer_config.kept_keys for layer in converted_layers(model))
+    return bool(_keeping(model))
 
 
 def fit_key_scores(
     model: PreTrainedModel, rows: Sequence[dict[str, Tensor]], *, on_batch: Callable[[int], None] | None = None
-) -> int:
+) -> KeyFit | None:
     """Fit which keys every layer keeps to what exact attention, with the model's own weights, looks at far back.
 
-    Training moves queries and keys away from what the score was fitted to before, so it is fitted again afterwards:
-    on SmolLM2-135M that was worth a third of the remaining gap to the teacher, and the needle (`docs/quality.md`).
+    Training moves queries and keys away from what the score was fitted to before, so it is fitted again afterwards
+    (`docs/quality.md`). Fitted scores that raise the model's loss are undone with a warning, and so is said which
+    layers had too few tokens for a fit.
 
     Args:
         model: a converted model; nothing but its scores changes.
@@ -94,16 +115,40 @@ def fit_key_scores(
         on_batch: called with the number of tokens after each batch.
 
     Returns:
-        Tokens that were read; 0, and nothing is run, where no layer keeps keys.
+        What was done; None, and nothing is run, where no layer keeps keys.
     """
-    if not keeps_keys(model):
-        return 0
-    layers = [layer for layer in converted_layers(model) if layer.mixer is not None and layer.mixer_config.kept_keys]
+    layers = _keeping(model)
+    if not layers:
+        return None
+    loss_before = mean_loss(model, rows[:CHECKED_ROWS])
     fits = {layer: KeyScoreFit(layer) for layer in layers}
+    saved = {fit: fit.score.weight.clone() for fit in fits.values()}
     watch_teacher(model, fits, rows, on_batch)
-    for fit in fits.values():
-        fit.write()
-    return sum(row["input_ids"].numel() for row in rows)
+    unfitted = [layer.layer_idx for layer, fit in fits.items() if not fit.write()]
+    if unfitted:
+        least = min(fit.num_tokens for fit in fits.values())
+        warnings.warn(
+            f"kept keys of layers {unfitted} are chosen by the scores they had: {least} tokens could be measured, and "
+            f"a fit needs {MIN_TOKENS}; raise calibrate.key_tokens, or take rows longer than the window by more than "
+            f"{MIN_FAR_QUERIES} tokens",
+            stacklevel=2,
+        )
+    loss_after = mean_loss(model, rows[:CHECKED_ROWS])
+    kept = loss_after <= loss_before
+    if not kept:
+        warnings.warn(
+            f"fitting which keys are kept raised the loss on its own rows from {loss_before:.4f} to {loss_after:.4f} "
+            "and was undone",
+            stacklevel=2,
+        )
+        for fit, weight in saved.items():
+            fit.score.weight.copy_(weight)
+    return KeyFit(sum(row["input_ids"].numel() for row in rows), loss_before, loss_after, kept)
+
+
+def _keeping(model: PreTrainedModel) -> list[SubquadAttention]:
+    layers = converted_layers(model)
+    return [layer for layer in layers if layer.mixer is not None and layer.mixer.key_score is not None]
 
 
 def far_attention(layer: SubquadAttention, inputs: HeadInputs, row: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Running a converted model as its teacher while something measures what its layers are given."""
+"""Running a converted model over a few rows: as its teacher while its layers are measured, or for its loss."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from subquad.layers import SubquadAttention, attention_mode
 from subquad.layers.inputs import HeadInputs
+
+# Rows on which a model's loss is asked for before and after a change that may be undone.
+CHECKED_ROWS = 4
 
 
 class Watcher(Protocol):
@@ -57,3 +61,18 @@ def _hooks(watchers: Mapping[SubquadAttention, Watcher]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@torch.no_grad()
+def mean_loss(model: PreTrainedModel, rows: Sequence[dict[str, Tensor]]) -> float:
+    """Return the student's mean loss per predicted token, nats; the first token of a document is not predicted."""
+    total, count = 0.0, 0
+    for row in rows:
+        inputs = {name: row[name] for name in ("input_ids", "position_ids") if name in row}
+        targets = row["input_ids"][:, 1:]
+        if "position_ids" in row:
+            targets = targets.masked_fill(row["position_ids"][:, 1:] == 0, -100)
+        logits = model(**inputs, use_cache=False).logits[:, :-1].float()
+        total += functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
+        count += int((targets != -100).sum())
+    return total / max(count, 1)

@@ -160,27 +160,34 @@ def save_part(model: nn.Module, path: Path, mark: str) -> Path:
     return path
 
 
-def load_part(model: nn.Module, path: Path, mark: str) -> None:
+def load_part(model: nn.Module, path: Path, mark: str, advice: str) -> None:
     """Load what `save_part` wrote.
 
     Args:
         model: A model with the same parts.
         path: The file.
         mark: As for `save_part`.
+        advice: What to do about a file that is missing, damaged or of another model.
 
     Raises:
-        OutputError: The file cannot be read, or does not fit the model.
+        OutputError: The file cannot be read, or names or shapes differ; the model is unchanged then.
     """
     try:
         part = load_file(path)
+    except FileNotFoundError:
+        raise OutputError(f"{path} is missing. {advice}") from None
     except (OSError, SafetensorError) as error:
-        raise OutputError(
-            f"{path} is damaged: {error}. Remove it to make it again, then run the same command again."
-        ) from error
-    missing, unexpected = model.load_state_dict(part, strict=False)
-    wrong = [name for name in missing if mark in name] + list(unexpected)
+        raise OutputError(f"{path} is damaged: {error}. {advice}") from error
+    own = {name: tuple(value.shape) for name, value in model.state_dict().items() if mark in name}
+    found = {name: tuple(value.shape) for name, value in part.items()}
+    wrong = sorted(name for name in own.keys() | found.keys() if own.get(name) != found.get(name))
     if wrong:
-        raise OutputError(f"{path} does not fit the model ({wrong[0]}); run with --fresh.")
+        first = wrong[0]
+        raise OutputError(
+            f"{path} does not fit the model: {len(wrong)} tensors differ, first {first} ({found.get(first)} in the "
+            f"file, {own.get(first)} in the model). {advice}"
+        )
+    model.load_state_dict(part, strict=False)
 
 
 def _problem(checkpoint: Path) -> str | None:

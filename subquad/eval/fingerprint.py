@@ -21,7 +21,7 @@ _NO_PART_OF_IT = {
 
 
 def fingerprint(model: PreTrainedModel, *, teacher: bool = False) -> str:
-    """Return a fingerprint of a model: of its config, and of every bit of its parameters.
+    """Return a fingerprint of a model: of its config, and of every bit of its parameters and saved buffers.
 
     Args:
         model: The model, on any device.
@@ -31,10 +31,12 @@ def fingerprint(model: PreTrainedModel, *, teacher: bool = False) -> str:
         16 hexadecimal digits, equal on all devices and for any number of threads.
     """
     digest = hashlib.sha256(_config_text(model.config, teacher).encode())
-    for name, parameter in model.named_parameters():
+    saved = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+    for name, tensor in [*model.named_parameters(), *buffers]:
         if teacher and _MIXER_MARK in name:
             continue
-        values = parameter.detach()
+        values = tensor.detach()
         digest.update(f"{name} {tuple(values.shape)} {values.dtype} {_checksum(values)}\n".encode())
     return digest.hexdigest()[:16]
 

@@ -7,7 +7,9 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from subquad.convert.key_scores import MIN_FAR_QUERIES
 from subquad.convert.plan import ConversionPlan, plan_conversion
+from subquad.distill.recall import SHORTEST_ROW
 from subquad.errors import ConfigError
 from subquad.recipes.exact_heads import count_exact_heads
 from subquad.recipes.schema import TRAINING_STAGES, Recipe
@@ -56,10 +58,61 @@ def check_recipe_against(recipe: Recipe, hf_config: PretrainedConfig) -> None:
             )
         elif not plan.added_parameters:
             problems += _untrainable(recipe)
+        else:
+            problems += _short_rows(recipe, plan) + _key_problems(recipe, plan)
     if problems:
         listed = "\n".join(f"  {line}" for line in problems)
         raise ConfigError(f"recipe {recipe.name} does not fit {recipe.model.source}:\n{listed}")
     _warn_idle_far_part(recipe)
+
+
+def _trained_lengths(recipe: Recipe) -> dict[str, int]:
+    """Return the tokens per row of the stages that train."""
+    return {stage: recipe.stage_seq_len(stage) for stage in TRAINING_STAGES if getattr(recipe, stage).tokens}
+
+
+def _short_rows(recipe: Recipe, plan: ConversionPlan) -> list[str]:
+    """Find stages that train the mixers alone on rows that end before anything leaves a window."""
+    window = max(mixer.window for mixer in plan.mixers.values())
+    alone = [
+        stage
+        for stage in _trained_lengths(recipe)
+        if stage == "stage1" or (recipe.stage2.lora is None and not recipe.stage2.full)
+    ]
+    return [
+        f"{stage} trains the mixers on rows of {recipe.stage_seq_len(stage)} tokens, which do not leave the window of "
+        f"{window}, so there is nothing to learn; raise {stage}.seq_len or data.seq_len, lower the window, or set "
+        f"{stage}.tokens=0"
+        for stage in alone
+        if recipe.stage_seq_len(stage) <= window
+    ]
+
+
+def _key_problems(recipe: Recipe, plan: ConversionPlan) -> list[str]:
+    """Find what keeps the scores of kept keys from being fitted."""
+    keeping = [mixer for mixer in plan.mixers.values() if mixer.kept_keys]
+    section, seq_len = recipe.calibrate, recipe.data.seq_len
+    if not keeping or not section.enabled:
+        return []
+    problems = []
+    if section.key_tokens < seq_len:
+        problems.append(
+            f"calibrate.key_tokens is {section.key_tokens}, less than one row of {seq_len} tokens; raise it or lower "
+            "seq_len"
+        )
+    if section.key_recall and seq_len < SHORTEST_ROW:
+        problems.append(
+            f"data.seq_len {seq_len} is too short for the recall rows that kept keys are fitted on; they need "
+            f"{SHORTEST_ROW} tokens; raise it, or set calibrate.key_recall=0"
+        )
+    shortest = max(mixer.window + mixer.sinks for mixer in keeping) + MIN_FAR_QUERIES
+    if seq_len <= shortest:
+        problems.append(
+            f"data.seq_len is {seq_len}, but scores of kept keys are fitted to tokens that have {MIN_FAR_QUERIES} "
+            f"queries beyond the window, in rows of more than {shortest} tokens; raise it, or set "
+            "calibrate.enabled=false"
+        )
+    return problems
 
 
 def _untrainable(recipe: Recipe) -> list[str]:
@@ -79,8 +132,8 @@ def _untrainable(recipe: Recipe) -> list[str]:
 
 
 def _length_problems(recipe: Recipe, context_length: int) -> list[str]:
-    own = {f"{stage}.seq_len": recipe.stage_seq_len(stage) for stage in TRAINING_STAGES}
     lengths = {"data.seq_len": recipe.data.seq_len, "eval.seq_len": recipe.eval_seq_len}
+    own = {f"{stage}.seq_len": length for stage, length in _trained_lengths(recipe).items()}
     lengths.update({name: length for name, length in own.items() if length != recipe.data.seq_len})
     return [
         f"{name} is {seq_len}, beyond the model's context of {context_length}; lower it"
@@ -132,14 +185,19 @@ def _real_files(source: TextFiles) -> set[str]:
 
 
 def _warn_idle_far_part(recipe: Recipe) -> None:
+    lengths = {"data.seq_len": recipe.data.seq_len}
+    lengths.update({f"{stage}.seq_len": length for stage, length in _trained_lengths(recipe).items()})
+    length_name = min(lengths, key=lambda name: lengths[name])
+    shortest = lengths[length_name]
     mixers = {"mixer": recipe.convert.mixer, **{f"layers.{spec}": m for spec, m in recipe.convert.layers.items()}}
     for where, mixer in mixers.items():
         exact = mixer.window + mixer.sinks + mixer.kept_keys
-        if mixer.score != "softmax" and mixer.window and exact >= recipe.data.seq_len:
+        if mixer.score != "softmax" and mixer.window and exact >= shortest:
             logger.warning(
-                "convert.%s: window, sinks and kept keys, %d tokens, cover whole rows (data.seq_len is %d), so its far "
-                "part is neither calibrated nor trained; keep fewer or raise seq_len",
+                "convert.%s: window, sinks and kept keys, %d tokens, cover whole rows (%s is %d), so its far part "
+                "learns nothing from them; keep fewer or raise seq_len",
                 where,
                 exact,
-                recipe.data.seq_len,
+                length_name,
+                shortest,
             )

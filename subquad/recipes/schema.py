@@ -58,9 +58,6 @@ class Recipe(RunSection):
             "stage2.tokens": (self.stage2.tokens, self.stage_seq_len("stage2")),
             "eval.tokens": (self.eval.tokens, self.eval_seq_len),
         }
-        fits_keys = self.calibrate.enabled and self.convert.keeps_keys
-        if fits_keys:
-            amounts["calibrate.key_tokens"] = (self.calibrate.key_tokens, self.data.seq_len)
         choice = self.convert.exact_heads if self.convert.chooses_heads else None
         if choice is not None:
             amounts["convert.exact_heads.tokens"] = (choice.tokens, self.data.seq_len)
@@ -75,12 +72,8 @@ class Recipe(RunSection):
                 f"data.seq_len {self.data.seq_len} is too short for the recall rows of convert.exact_heads, which need "
                 f"{SHORTEST_ROW} tokens; raise it, or set convert.exact_heads.recall_tokens=0"
             )
-        if fits_keys and self.calibrate.key_recall and self.data.seq_len < SHORTEST_ROW:
-            problems.append(
-                f"data.seq_len {self.data.seq_len} is too short for the recall rows that kept keys are fitted on; they "
-                f"need {SHORTEST_ROW} tokens; raise it, or set calibrate.key_recall=0"
-            )
-        short = [stage for stage in TRAINING_STAGES if self.data.recall and self.stage_seq_len(stage) < SHORTEST_ROW]
+        trained = [stage for stage in TRAINING_STAGES if getattr(self, stage).tokens] if self.data.recall else []
+        short = [stage for stage in trained if self.stage_seq_len(stage) < SHORTEST_ROW]
         problems += [
             f"{stage}.seq_len {self.stage_seq_len(stage)} is too short for data.recall, which needs rows of "
             f"{SHORTEST_ROW} tokens; raise it or remove data.recall"

@@ -122,11 +122,6 @@ class ConvertSection(Section):
         """Whether the run chooses heads that stay softmax."""
         return self.exact_heads is not None and self.exact_heads.heads is None
 
-    @property
-    def keeps_keys(self) -> bool:
-        """Whether a layer keeps keys behind its window."""
-        return any(mixer.kept_keys for mixer in (self.mixer, *self.layers.values()))
-
     @model_validator(mode="after")
     def _check_heads(self) -> ConvertSection:
         named = [mixer.exact_kv_heads for mixer in (self.mixer, *self.layers.values()) if mixer.exact_kv_heads]

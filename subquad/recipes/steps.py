@@ -11,7 +11,7 @@ from typing import Any
 
 from subquad.convert.calibrate import CalibrationResult, calibrate, calibration_tokens
 from subquad.convert.export import export_student
-from subquad.convert.key_scores import fit_key_scores
+from subquad.convert.key_scores import KeyFit, fit_key_scores
 from subquad.convert.modelcard import ModelCard, write_model_card
 from subquad.convert.plan_table import render_plan
 from subquad.errors import TaskError
@@ -30,7 +30,6 @@ from subquad.recipes.measure import (
     write_sample,
 )
 from subquad.recipes.progress import progress_bar, token_bar
-from subquad.recipes.schema import TRAINING_STAGES
 from subquad.recipes.settings import text_source
 from subquad.recipes.suite import run_suite
 from subquad.recipes.workshop import Workshop
@@ -74,6 +73,8 @@ def calibrate_mixers(shop: Workshop) -> Outcome:
     if not shop.recipe.calibrate.enabled:
         return Outcome({"tokens": 0}, (shop.save_mixers(),))
     found = _calibrate(shop)
+    if found.keys is not None:
+        shop.console.print(_key_line(found.keys))
     shop.console.print(
         f"Calibrated on {found.tokens:,} tokens: loss {found.loss_before:.4f} → {found.loss_after:.4f}"
         + ("." if found.kept else ", undone.")
@@ -104,14 +105,24 @@ def train_stage2(shop: Workshop) -> Outcome:
 
 
 def fit_keys(shop: Workshop) -> Outcome:
-    """Fit the scores of kept keys again: training has moved queries and keys."""
-    trained = any(shop.folder.result(stage)["tokens"] for stage in TRAINING_STAGES)
-    if not (shop.recipe.calibrate.enabled and shop.recipe.convert.keeps_keys and trained):
+    """Fit the scores of kept keys again, where training has moved queries and keys."""
+    stage2 = shop.recipe.stage2
+    moved = shop.folder.result("stage2")["tokens"] and (stage2.full or stage2.lora is not None)
+    if not (shop.recipe.calibrate.enabled and shop.keeps_keys and moved):
         return Outcome({"tokens": 0})
     rows = shop.key_batches()
     with token_bar("choosing keys", sum(row["input_ids"].numel() for row in rows), shop.console) as count:
-        tokens = fit_key_scores(shop.student, rows, on_batch=count)
-    return Outcome({"tokens": tokens}, (shop.save_key_scores(),))
+        found = fit_key_scores(shop.student, rows, on_batch=count)
+    assert found is not None, "a layer keeps keys"
+    shop.console.print(_key_line(found))
+    return Outcome(dataclasses.asdict(found), (shop.save_key_scores(),))
+
+
+def _key_line(found: KeyFit) -> str:
+    change = f"loss {found.loss_before:.4f} → {found.loss_after:.4f}"
+    return f"Kept keys chosen on {found.tokens:,} tokens of recall rows: {change}" + (
+        "." if found.kept else ", undone."
+    )
 
 
 def export_checkpoint(shop: Workshop) -> Outcome:
@@ -155,7 +166,7 @@ def evaluate_run(shop: Workshop) -> Outcome:
         seed=shop.recipe.seed,
         command=shop.command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        notes=[*_calibration_note(shop), *notes],
+        notes=[*_key_notes(shop), *_calibration_note(shop), *notes],
     )
     return Outcome({}, (save_results(results, shop.folder.path),))
 
@@ -225,6 +236,20 @@ def _train(shop: Workshop, stage: str) -> Outcome:
 def _token_counts(shop: Workshop) -> TokenCounts:
     tokens = {stage: shop.folder.result(stage)["tokens"] for stage in ("stage1", "stage2", "calibrate")}
     return TokenCounts(stage1=tokens["stage1"], stage2=tokens["stage2"], calibration=tokens["calibrate"])
+
+
+def _key_notes(shop: Workshop) -> list[str]:
+    fits = {
+        "before training": shop.folder.result("calibrate").get("keys"),
+        "after it": shop.folder.result("keys") if shop.folder.result("keys")["tokens"] else None,
+    }
+    return [
+        f"Kept keys were chosen {when} on {found['tokens']:,} tokens, which took the loss from "
+        f"{found['loss_before']:.4f} to {found['loss_after']:.4f} nats per token of these rows"
+        + ("." if found["kept"] else ", and undone.")
+        for when, found in fits.items()
+        if found is not None
+    ]
 
 
 def _calibration_note(shop: Workshop) -> list[str]:

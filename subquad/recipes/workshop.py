@@ -29,6 +29,7 @@ from subquad.recipes.settings import recall_config, stage1_config, stage2_config
 from subquad.recipes.text_sections import EmbeddedText, HubText, TextFiles
 
 _MIXER_MARK = ".mixer."
+_AGAIN = "Remove it to make it again, then run the recipe again; --fresh starts anew."
 _KEY_SCORE_MARK = ".key_score."
 # stages draw their rows with seeds of their own, so that stage 2 does not repeat the rows of stage 1
 _ROW_SEEDS = {"calibrate": 0, "stage1": 1, "stage2": 2, "eval": 3, "heads": 4, "keys": 5}
@@ -101,6 +102,11 @@ class Workshop:
         return weights_dtype(self.recipe, self.info.hf_config)
 
     @property
+    def keeps_keys(self) -> bool:
+        """Whether a converted layer keeps keys behind its window."""
+        return any(mixer.kept_keys for mixer in self.base_plan.mixers.values())
+
+    @property
     def has_control(self) -> bool:
         """Whether there is a window-only control: every converted layer has a window."""
         return all(mixer.window for mixer in self.base_plan.mixers.values())
@@ -117,19 +123,19 @@ class Workshop:
         self.__dict__["tokenizer"] = self._require_tokenizer(teacher.tokenizer)
         model = apply_plan(teacher.model, self.plan).eval()
         if self.folder.finished("calibrate"):
-            load_part(model, self.calibrated_file, _MIXER_MARK)
+            load_part(model, self.calibrated_file, _MIXER_MARK, _AGAIN)
         return model
 
     @cached_property
     def student(self) -> SubquadLlamaForCausalLM:
         """The converted model, with what the finished stages have found and trained."""
         model = self.converted()
-        for stage in ("stage1", "stage2"):
+        for stage in TRAINING_STAGES:
             if self.folder.finished(stage) and getattr(self.recipe, stage).tokens:
                 # a finished stage is only loaded, in one piece even where it was trained sharded
                 self._train(stage, model)
         if self.folder.finished("keys") and self.folder.result("keys")["tokens"]:
-            load_part(model, self.key_scores_file, _KEY_SCORE_MARK)
+            load_part(model, self.key_scores_file, _KEY_SCORE_MARK, _AGAIN)
         return model
 
     @cached_property
@@ -162,7 +168,7 @@ class Workshop:
         return run_stage2(model, self.rows(stage, config.tokens), config, work_dir, log, teacher)
 
     def save_mixers(self) -> Path:
-        """Write the mixers' parameters to `calibrated_file`; only the main process writes."""
+        """Write the mixers' parameters and buffers to `calibrated_file`; only the main process writes."""
         return self._save(self.calibrated_file, _MIXER_MARK)
 
     def save_key_scores(self) -> Path:
@@ -185,7 +191,7 @@ class Workshop:
 
         Returns:
             Rows of `data.seq_len` tokens, or of the stage's own `seq_len`, the same at every call; with recall in those
-            of the training stages.
+            of the training stages, and those that kept keys are fitted on.
         """
         data = self.recipe.data
         rows = self._rows(data.train, self.recipe.stage_seq_len(stage), stage, tokens)
@@ -200,7 +206,7 @@ class Workshop:
 
     def key_batches(self) -> list[dict[str, Tensor]]:
         """Return the rows that the scores of kept keys are fitted on; none where no layer keeps keys."""
-        if not self.recipe.convert.keeps_keys:
+        if not self.keeps_keys:
             return []
         return self.batches("keys", self.recipe.calibrate.key_tokens)
 

@@ -80,7 +80,7 @@ def test_settings_that_raise_the_loss_are_undone(monkeypatch):
     model = apply_plan(teacher, plan_conversion(teacher.config, resolve_mixer("2mamba"), layers=None))
     start = {name: value.clone() for name, value in model.state_dict().items()}
     losses = iter([2.0, 2.5])
-    monkeypatch.setattr("subquad.convert.calibrate._loss", lambda model, rows: next(losses))
+    monkeypatch.setattr("subquad.convert.calibrate.mean_loss", lambda model, rows: next(losses))
     with pytest.warns(UserWarning, match=r"2\.0000 to 2\.5000 and was undone"):
         result = calibrate(model, [{"input_ids": tiny_tokens(2, 120)}])
     assert not result.kept

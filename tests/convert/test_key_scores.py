@@ -114,7 +114,9 @@ def test_it_is_fitted_to_the_weights_of_the_model():
     """As after training: adapters that are on count, and nothing but the scores changes."""
     model = convert(tiny_teacher())
     rows = [{"input_ids": tiny_tokens(4, 200), "labels": torch.zeros(4, 200)}]
-    assert fit_key_scores(model, rows) == 800
+    found = fit_key_scores(model, rows)
+    assert (found.tokens, found.kept) == (800, found.loss_after <= found.loss_before)
+    assert found.kept
     first = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         for layer in converted_layers(model):
@@ -123,7 +125,7 @@ def test_it_is_fitted_to_the_weights_of_the_model():
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, first[name])}
     scores = {name for name in first if name.endswith("key_score.weight")}
     assert changed == scores | {name for name in first if name.endswith("k_proj.weight")}
-    assert fit_key_scores(convert(tiny_teacher(), kept_keys=0), rows) == 0
+    assert fit_key_scores(convert(tiny_teacher(), kept_keys=0), rows) is None
 
 
 def test_calibration_fits_it_and_counts_the_pass():
@@ -134,9 +136,38 @@ def test_calibration_fits_it_and_counts_the_pass():
     seen = []
     result = calibrate(model, rows, on_batch=seen.append)
     assert sum(seen) == calibration_tokens(model, rows) == 3 * result.tokens
-    assert result.key_tokens == result.tokens
+    assert result.keys.tokens == result.tokens
     changed = [
         not torch.equal(layer.mixer.key_score.weight, before)
         for layer, before in zip(converted_layers(model), start, strict=True)
     ]
-    assert all(changed) == result.kept
+    assert all(changed) == result.keys.kept
+
+
+def test_scores_that_raise_the_loss_are_undone(monkeypatch):
+    model = convert(tiny_teacher())
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    losses = iter([2.0, 2.5])
+    monkeypatch.setattr("subquad.convert.key_scores.mean_loss", lambda model, rows: next(losses))
+    with pytest.warns(UserWarning, match=r"raised the loss on its own rows from 2\.0000 to 2\.5000 and was undone"):
+        found = fit_key_scores(model, [{"input_ids": tiny_tokens(4, 200)}])
+    assert not found.kept
+    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+
+
+def test_scores_outlive_settings_that_are_undone(monkeypatch):
+    model = convert(tiny_teacher())
+    losses = iter([2.0, 2.5])
+    monkeypatch.setattr("subquad.convert.calibrate.mean_loss", lambda model, rows: next(losses))
+    start = [layer.mixer.key_score.weight.clone() for layer in converted_layers(model)]
+    with pytest.warns(UserWarning, match="was undone"):
+        result = calibrate(model, [{"input_ids": tiny_tokens(4, 200)}])
+    assert not result.kept
+    assert result.keys.kept
+    for layer, before in zip(converted_layers(model), start, strict=True):
+        assert not torch.equal(layer.mixer.key_score.weight, before)
+
+
+def test_too_few_tokens_are_named():
+    with pytest.warns(UserWarning, match=r"kept keys of layers \[0, 1\] .* 4 tokens could be measured.* needs 256"):
+        fit_key_scores(convert(tiny_teacher()), [{"input_ids": tiny_tokens(1, 45)}])

@@ -99,7 +99,7 @@ def test_every_part_has_a_gradient():
 
 def test_calibration_sets_the_means_of_the_logs(monkeypatch):
     # whether this tiny model gains is not the question here
-    monkeypatch.setattr("subquad.convert.calibrate._loss", lambda model, rows: 0.0)
+    monkeypatch.setattr("subquad.convert.calibrate.mean_loss", lambda model, rows: 0.0)
     model = convert(tiny_teacher(), {**MIX, "temperature": True, "mix_by_mass": True}, randomise=False)
     rows = [{"input_ids": tiny_tokens(2, 40, seed)} for seed in (1, 2)]
     calibrate(model, rows)

@@ -76,8 +76,51 @@ def test_nothing_to_train_without_adapters_and_mixer_parameters(hf_config):
 
 def test_window_over_whole_rows_warns(hf_config, caplog):
     with caplog.at_level(logging.WARNING):
-        check_recipe_against(recipe(convert={"mixer": {"preset": "2mamba", "window": 128}}), hf_config)
-    assert "132 tokens, cover whole rows" in caplog.text
+        check_recipe_against(recipe(convert={"mixer": {"preset": "2mamba", "window": 126}}), hf_config)
+    assert "130 tokens, cover whole rows (data.seq_len is 128)" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        stage1 = {"seq_len": 32, "tokens": 32}
+        check_recipe_against(recipe(convert={"mixer": {"preset": "2mamba", "window": 30}}, stage1=stage1), hf_config)
+    assert "34 tokens, cover whole rows (stage1.seq_len is 32)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "sections, message",
+    [
+        ({}, "stage1 trains the mixers on rows of 128 tokens, which do not leave the window of 128"),
+        ({"stage1": {"tokens": 0}, "stage2": {"lora": None}}, "stage2 trains the mixers on rows of 128 tokens"),
+    ],
+)
+def test_mixers_have_nothing_to_learn_within_their_window(hf_config, sections, message):
+    convert = {"mixer": {"preset": "2mamba", "window": 128}}
+    with pytest.raises(ConfigError, match=message):
+        check_recipe_against(recipe(convert=convert, **sections), hf_config)
+    check_recipe_against(recipe(convert=convert, stage1={"tokens": 0}), hf_config)
+
+
+KEEPING = {"preset": "2mamba", "window": 8, "kept_keys": 8}
+
+
+@pytest.mark.parametrize(
+    "seq_len, calibrate, message",
+    [
+        (128, {"key_tokens": 64}, "calibrate.key_tokens is 64, less than one row of 128 tokens"),
+        (64, {}, "data.seq_len 64 is too short for the recall rows that kept keys are fitted on"),
+        (44, {"key_recall": 0}, "in rows of more than 44 tokens"),
+    ],
+)
+def test_rows_that_no_score_of_kept_keys_can_be_fitted_on(hf_config, seq_len, calibrate, message):
+    def check(convert, **changes):
+        check_recipe_against(
+            recipe(convert=convert, calibrate={**calibrate, **changes}, data={"seq_len": seq_len}), hf_config
+        )
+
+    with pytest.raises(ConfigError, match=message):
+        check({"mixer": KEEPING})
+    check({"mixer": KEEPING}, enabled=False)
+    # no layer keeps keys in the end
+    check({"mixer": KEEPING, "layers": {"0-3": {"preset": "2mamba", "window": 8}}})
 
 
 def test_files_that_exist_pass(hf_config, tmp_path):

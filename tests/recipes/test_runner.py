@@ -173,20 +173,26 @@ def test_keys_are_chosen_again_after_training(make_recipe, monkeypatch):
         run_recipe(recipe)
     monkeypatch.undo()
     run_recipe(recipe)
-    assert RunFolder(recipe.run_dir).result("keys") == {"tokens": 1024}
-    assert RunFolder(recipe.run_dir).result("calibrate")["key_tokens"] == 1024
+    assert RunFolder(recipe.run_dir).result("keys")["tokens"] == 1024
+    assert RunFolder(recipe.run_dir).result("calibrate")["keys"]["tokens"] == 1024
+    notes = load_results(recipe.run_dir).notes
+    assert [note.split(" on 1,024 tokens")[0] for note in notes[:2]] == [
+        "Kept keys were chosen before training",
+        "Kept keys were chosen after it",
+    ]
     after = weights(recipe.run_dir)
     scores = [name for name in before if ".key_score." in name]
     assert len(scores) == 2
     assert not any(torch.equal(before[name], after[name]) for name in scores)
 
 
-def test_keys_of_an_untrained_model_stay(make_recipe):
-    recipe = keeping(make_recipe, stage1={"tokens": 0}, stage2={"tokens": 0})
+@pytest.mark.parametrize("stage2", [{"tokens": 0}, {"tokens": 256, "lora": None}])
+def test_keys_stay_where_queries_and_keys_did_not_move(make_recipe, stage2):
+    recipe = keeping(make_recipe, stage1={"tokens": 0}, stage2=stage2)
     run_recipe(recipe, last_stage="export")
     assert RunFolder(recipe.run_dir).result("keys") == {"tokens": 0}
     before, after = load_file(recipe.run_dir / "stages" / "calibrated.safetensors"), weights(recipe.run_dir)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.equal(before[name], after[name]) for name in before if ".key_score." in name)
 
 
 def test_stopping_early_and_going_on(make_recipe):

@@ -91,17 +91,7 @@ def test_rows_of_a_stage_may_have_a_length_of_their_own():
     data = {"seq_len": 256, "recall": {"share": 0.5}}
     found = problems({"name": "x", "data": data, "stage1": {"seq_len": 64}})
     assert "stage1.seq_len 64 is too short for data.recall" in found[0]
-
-
-def test_keys_need_rows_of_recall_only_where_they_are_kept():
-    small = {"name": "x", "data": {"seq_len": 64}, "calibrate": {"key_tokens": 32}}
-    parse_recipe(small)
-    keeping = {**small, "convert": {"mixer": {"preset": "2mamba", "kept_keys": 8}}}
-    found = problems(keeping)[0]
-    assert "calibrate.key_tokens is 32, less than one row of 64 tokens" in found
-    assert "data.seq_len 64 is too short for the recall rows that kept keys are fitted on" in found
-    parse_recipe({**keeping, "calibrate": {"key_tokens": 64, "key_recall": 0}})
-    parse_recipe({**keeping, "calibrate": {"enabled": False, "key_tokens": 32}})
+    parse_recipe({"name": "x", "data": data, "stage1": {"seq_len": 64, "tokens": 0}})
 
 
 def test_zero_tokens_leave_a_stage_out():

@@ -26,6 +26,8 @@ from subquad.eval.style import (
 _COLORS = (BLUE, ORANGE, GREEN, RED, GREY)
 _MARKERS = ("o", "s", "^", "D")
 _MIB = 2**20
+# A loss so far above every control (nats) would press all others into a line.
+_MOST_ABOVE_CONTROL = 0.5
 _TRAINING = ("calibrate", "stage1", "stage2", "keys")
 _MODELS = ("teacher", "window_only", "student")
 
@@ -107,7 +109,8 @@ def _needles(rows: Sequence[Row]) -> str:
     named = [("teacher", rows[0].needle.get("teacher", {}))]
     controls: list[dict[int, Needle]] = []
     for row in rows:
-        control = row.needle.get("window_only")
+        # a record handed over by another arm is no control of a run without a window
+        control = row.needle.get("window_only") if row.results.loss.window_only is not None else None
         if control and control not in controls:
             controls.append(control)
             named.append((f"window only, as {row.label}", control))
@@ -138,15 +141,21 @@ def plot_frontier(rows: Sequence[Row], folder: Path) -> list[Path]:
     """
     length = longest(rows)
     loss = {index: row.results.loss.student for index, row in enumerate(rows)}
-    paths = [
-        _plot(rows, loss, length, rows[0].results.loss.teacher, "Loss (nats per token)", folder / "frontier-loss.png")
-    ]
+    controls = [row.results.loss.window_only for row in rows if row.results.loss.window_only is not None]
+    limit = max(controls) + _MOST_ABOVE_CONTROL if controls else float("inf")
+    shown = {index: value for index, value in loss.items() if value <= limit}
+    teacher_loss = rows[0].results.loss.teacher
+    beyond = [f"{rows[index].label} {value:.2f}" for index, value in loss.items() if index not in shown]
+    note = f"\nnot shown: {', '.join(beyond)}" if beyond else ""
+    lines = {"teacher": teacher_loss, **({"window alone, at most": max(controls)} if controls else {})}
+    paths = [_plot(rows, shown, length, lines, "Loss (nats per token)", folder / "frontier-loss.png", note)]
     found = {index: _mean_accuracy(row, "student") for index, row in enumerate(rows)}
     accuracy = {index: value for index, value in found.items() if value is not None}
     if accuracy:
         teacher = _mean_accuracy(rows[0], "teacher")
         label = "Needle: exact answers, mean over lengths"
-        paths.append(_plot(rows, accuracy, length, teacher, label, folder / "frontier-needle.png"))
+        lines = {} if teacher is None else {"teacher": teacher}
+        paths.append(_plot(rows, accuracy, length, lines, label, folder / "frontier-needle.png"))
     return paths
 
 
@@ -156,10 +165,19 @@ def _mean_accuracy(row: Row, model: str) -> float | None:
 
 
 def _plot(
-    rows: Sequence[Row], values: dict[int, float], length: int, teacher: float | None, label: str, path: Path
+    rows: Sequence[Row],
+    values: dict[int, float],
+    length: int,
+    lines: dict[str, float],
+    label: str,
+    path: Path,
+    note: str = "",
 ) -> Path:
+    """Draw one value over bytes; `lines` are what models without a place on the axis have."""
     title = f"{path.stem.removeprefix('frontier-').capitalize()} against bytes of the cache"
-    figure, axes = new_figure(title, f"Cache at {length:,} tokens (MiB)", label)
+    figure, axes = new_figure(
+        title, f"Cache at {length:,} tokens (MiB); dotted: keys and values of the teacher{note}", label
+    )
     groups = list(dict.fromkeys(rows[index].group for index in values))
     named: set[str] = set()
     # labels of neighbours stand above and below in turn
@@ -180,11 +198,10 @@ def _plot(
             fontsize=7,
             color=color,
         )
-    if len(groups) > 1:
-        axes.legend(fontsize=8)
-    if teacher is not None:
-        axes.axhline(teacher, color=BLACK, linewidth=1, linestyle=":")
-        axes.axvline(_kv_bytes(rows[0], length) / _MIB, color=BLACK, linewidth=1, linestyle=":")
+    for (name, height), style in zip(lines.items(), ("-", "--"), strict=False):
+        axes.axhline(height, color=BLACK, linewidth=1, linestyle=style, label=name)
+    axes.axvline(_kv_bytes(rows[0], length) / _MIB, color=BLACK, linewidth=1, linestyle=":")
+    axes.legend(fontsize=8)
     axes.set_xscale("log")
     plain = FuncFormatter(lambda size, _: f"{size:,.0f}")
     axes.xaxis.set_major_formatter(plain)

@@ -203,8 +203,7 @@ def _plot(
     axes.axvline(_kv_bytes(rows[0], length) / _MIB, color=BLACK, linewidth=1, linestyle=":")
     axes.legend(fontsize=8)
     axes.set_xscale("log")
-    plain = FuncFormatter(lambda size, _: f"{size:,.0f}")
-    axes.xaxis.set_major_formatter(plain)
-    axes.xaxis.set_minor_formatter(plain)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
+    axes.xaxis.set_minor_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}" if f"{size:e}"[0] in "235" else ""))
     save_figure(figure, path)
     return path

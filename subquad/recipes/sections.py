@@ -155,7 +155,6 @@ class StageSection(Section):
     Attributes:
         tokens: training tokens.
         batch_size: rows per step and process.
-        seq_len: tokens per row; None is `data.seq_len`.
         warmup_ratio: share of the steps with a rising rate.
         lr_scheduler_type: shape of the rate after that, by its name in transformers.
         max_grad_norm: gradient norm above which gradients are scaled down; 0 leaves them alone.
@@ -165,7 +164,6 @@ class StageSection(Section):
 
     tokens: CountOrZero = 20_480
     batch_size: Count = 2
-    seq_len: RowLength | None = None
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = StageConfig.warmup_ratio
     lr_scheduler_type: Literal["linear", "cosine", "constant_with_warmup"] = StageConfig.lr_scheduler_type
     max_grad_norm: Weight = StageConfig.max_grad_norm
@@ -190,6 +188,7 @@ class Stage1Section(StageSection):
         decay_learning_rate: peak rate of the decay.
     """
 
+    seq_len: RowLength | None = None
     learning_rate: LearningRate = Stage1Config.learning_rate
     map_learning_rate: LearningRate = Stage1Config.map_learning_rate
     decay_learning_rate: LearningRate = Stage1Config.decay_learning_rate
@@ -244,6 +243,7 @@ class Stage2Section(StageSection):
             sinks; costs a forward pass more.
     """
 
+    seq_len: RowLength | None = None
     learning_rate: LearningRate = Stage2Config.learning_rate
     mixer_learning_rate: LearningRate = Stage2Config.mixer_learning_rate
     weight_decay: Weight = Stage2Config.weight_decay

@@ -295,7 +295,7 @@ def test_unusable_work_folder(tmp_path):
         (lambda: Stage1Config(tokens=1, map_learning_rate=-1.0), ["map_learning_rate must be above 0, got -1.0"]),
         (
             lambda: Stage2Config(tokens=1, kl_weight=0.0, temperature=0.0, lora_rank=0),
-            ["kl_weight and ce_weight", "temperature", "lora_rank"],
+            ["kl_weight, ce_weight and hidden_weight", "temperature", "lora_rank"],
         ),
     ],
 )

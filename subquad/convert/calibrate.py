@@ -111,13 +111,15 @@ class _LayerSearch:
         mixer, inputs = self.mixer, inputs.select(self.layer.split, self.layer.split.mixed)
         target, real = self.layer.exact_heads(inputs), inputs.real()
         self.power += _per_head(target, real)
-        self.start_error += _per_head(mixer.finish(mixer.parts(inputs)) - target, real)
+        # no value of the grid changes window and kept keys
+        exact = mixer.exact_part(inputs) if mixer.config.window else None
+        self.start_error += _per_head(mixer.finish(mixer.parts(inputs, exact=exact)) - target, real)
         saved = {name: value.clone() for name, value in mixer.state_dict().items()}
         for index in range(self.error.shape[0]):
             if self.axis is not None:
                 count = mixer.geometry.num_kv_heads if self.axis.per_kv_head else self.heads
                 self.axis.write(mixer, torch.full((count,), self.axis.values[index]))
-            parts = mixer.parts(inputs)
+            parts = mixer.parts(inputs, exact=exact)
             self._add_logs(index, parts, real)
             for m in range(self.error.shape[1]):
                 if mixer.far_weight is not None:

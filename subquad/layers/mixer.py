@@ -60,6 +60,26 @@ class MixerParts(NamedTuple):
     far_inputs: FarInputs | None = None
 
 
+class ExactPart(NamedTuple):
+    """What `Mixer.parts` computes before the far part, and independently of it.
+
+    Attributes:
+        near: window, sinks and kept keys.
+        stream: which tokens leave the window.
+        kept: the store of kept keys, or None.
+        rotated: the teacher's q and k.
+        leaving: keys and values that leave the window at each step; None where nobody reads them.
+        reach: how far the output reaches.
+    """
+
+    near: WindowOutput
+    stream: WindowStream
+    kept: KeptStream | None
+    rotated: tuple[Tensor, Tensor]
+    leaving: tuple[Tensor, Tensor] | None
+    reach: Reach
+
+
 class _Far(NamedTuple):
     """The far part's inputs, not yet delayed; `v` has its value step, `skipped` is v before it."""
 
@@ -141,55 +161,71 @@ class Mixer(nn.Module):
                 if parameter is not None:
                     parameter.zero_()
 
-    def parts(self, inputs: HeadInputs, reach: Reach = "all") -> MixerParts:
+    def parts(self, inputs: HeadInputs, reach: Reach = "all", exact: ExactPart | None = None) -> MixerParts:
         """Compute the far part and the window, before they are joined.
 
         Args:
             inputs: the converted heads; their cache is updated.
             reach: `exact_only` leaves the far part out of the result and of the cache, `window_only` the kept keys too.
+            exact: `exact_part` of the same inputs, where it is known and there is no cache.
 
         Returns:
             Everything `finish` needs.
         """
         config, buffers = self.config, inputs.buffers
         gate = None if self.gate is None else self.gate(inputs.hidden_states).view(inputs.q.shape)
+        if config.window:
+            return self._beside_window(inputs, self.exact_part(inputs, reach) if exact is None else exact, gate)
         rank = self._visible_tokens(inputs) if config.counts_tokens else None
-        if not config.window:
-            far = self._far_inputs(inputs, rank)
-            written = FarStream(far.k, far.v, far.log_decay, inputs.real(), far.write)
-            if config.score == "exp":
-                out, mass = self._attend_exactly(far.q, written, inputs), None
-            else:
-                log_decay = reset_at_documents(far.log_decay, inputs.sequence, far.k)
-                out, mass = self._attend(far.q, written._replace(log_decay=log_decay), buffers)
-            if config.normaliser == "count":
-                assert rank is not None, "a count needs positions"
-                out = out / rank.clamp_min(1)[..., None, None].to(out.dtype)
-            return MixerParts(out, mass, None, self._skipped(far.skipped), gate)
-        assert rank is not None, "a window needs positions"
-        return self._beside_window(inputs, WindowStream(inputs, rank, config.window, config.sinks), reach, gate)
+        far = self._far_inputs(inputs, rank)
+        written = FarStream(far.k, far.v, far.log_decay, inputs.real(), far.write)
+        if config.score == "exp":
+            out, mass = self._attend_exactly(far.q, written, inputs), None
+        else:
+            log_decay = reset_at_documents(far.log_decay, inputs.sequence, far.k)
+            out, mass = self._attend(far.q, written._replace(log_decay=log_decay), buffers)
+        if config.normaliser == "count":
+            assert rank is not None, "a count needs positions"
+            out = out / rank.clamp_min(1)[..., None, None].to(out.dtype)
+        return MixerParts(out, mass, None, self._skipped(far.skipped), gate)
 
-    def _beside_window(self, inputs: HeadInputs, stream: WindowStream, reach: Reach, gate: Tensor | None) -> MixerParts:
-        """Compute the exact part, and unless it is alone the far part."""
-        config, buffers = self.config, inputs.buffers
+    def exact_part(self, inputs: HeadInputs, reach: Reach = "all") -> ExactPart:
+        """Compute window, sinks and kept keys: what no parameter of the far part changes.
+
+        Args:
+            inputs: the converted heads of a mixer with a window; their cache is updated.
+            reach: as for `parts`.
+
+        Returns:
+            The exact part.
+        """
+        config = self.config
+        stream = WindowStream(inputs, self._visible_tokens(inputs), config.window, config.sinks)
         rotated = inputs.rotate(inputs.q, inputs.k)
-        shared, kept = not far_stream_differs(config), None
+        kept = None
         if self.key_score is not None and reach != "window_only":
             kept = KeptStream(config.kept_keys, self.key_score, inputs, stream)
-        leaving = stream.peek(rotated[1], inputs.v) if shared or kept is not None else None
+        read = kept is not None or not far_stream_differs(config)
+        leaving = stream.peek(rotated[1], inputs.v) if read else None
         near = stream.near(*rotated, inputs.v)
         if kept is not None and leaving is not None:
             near = kept.attend(near, rotated[0], *leaving)
+        return ExactPart(near, stream, kept, rotated, leaving, reach)
+
+    def _beside_window(self, inputs: HeadInputs, exact: ExactPart, gate: Tensor | None) -> MixerParts:
+        """Add the far part to the exact one, unless that is alone."""
+        config, buffers, stream = self.config, inputs.buffers, exact.stream
         # Nobody reads the far part of the control, or without a cache that of a window longer than the input.
-        if reach != "all" or (buffers is None and config.window >= inputs.q.shape[1]):
-            return MixerParts(None, None, near, gate=gate)
-        far = self._far_inputs(inputs, stream.rank, rotated)
-        written = stream.delay(far.k, far.v, far.log_decay, far.write, leaving if shared else None)
-        if kept is not None:
-            written = kept.reroute(written, shared)
+        if exact.reach != "all" or (buffers is None and config.window >= inputs.q.shape[1]):
+            return MixerParts(None, None, exact.near, gate=gate)
+        shared = not far_stream_differs(config)
+        far = self._far_inputs(inputs, stream.rank, exact.rotated)
+        written = stream.delay(far.k, far.v, far.log_decay, far.write, exact.leaving if shared else None)
+        if exact.kept is not None:
+            written = exact.kept.reroute(written, shared)
         out, mass = self._attend(far.q, written, buffers)
         tokens = stream.rank - config.window - config.sinks - config.kept_keys
-        return MixerParts(out, mass, near, gate=gate, far_inputs=FarInputs(inputs.hidden_states, tokens))
+        return MixerParts(out, mass, exact.near, gate=gate, far_inputs=FarInputs(inputs.hidden_states, tokens))
 
     def _visible_tokens(self, inputs: HeadInputs) -> Tensor:
         """Count the real tokens that each position sees, `[B, T]`."""

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality.checkpoint_command import run_command
+from subquad.convert.watch import watch_teacher
 from subquad.distill import TextSource, build_token_dataset
 from subquad.eval.storage import collect_versions, git_commit
-from subquad.layers import SubquadAttention, attention_mode, converted_layers
+from subquad.layers import SubquadAttention, converted_layers
 from subquad.layers.inputs import HeadInputs
 from subquad.recipes.checkpoint import load_checkpoint
 
@@ -46,6 +47,18 @@ class LayerParts:
     shares: dict[int, tuple[float, float]]
     errors: dict[str, float]
     explained: dict[str, float]
+
+
+class _Probe:
+    """Measures one layer on every row that the teacher reads."""
+
+    def __init__(self, layer: SubquadAttention) -> None:
+        self.layer = layer
+        self.found: list[LayerParts] = []
+
+    def add(self, inputs: HeadInputs) -> None:
+        """Measure one row."""
+        self.found.append(measure_layer(self.layer, inputs))
 
 
 @torch.no_grad()
@@ -152,24 +165,16 @@ def measure(checkpoint: str, text: str, seq_len: int) -> dict[str, Any]:
         raise SystemExit(f"{checkpoint} has no tokenizer")
     source = TextSource(kind="text", paths=(text,))
     row = next(iter(build_token_dataset(source, loaded.tokenizer, seq_len, max_tokens=seq_len, shuffle=False)))
-    found: dict[int, LayerParts] = {}
-
-    def watch(layer: SubquadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = layer.inputs(kwargs["hidden_states"], kwargs["position_embeddings"], kwargs.get("sequence"))
-        found[layer.layer_idx] = measure_layer(layer, inputs)
-
     layers = [layer for layer in converted_layers(loaded.model) if layer.mixer is not None]
-    handles = [layer.register_forward_pre_hook(watch, with_kwargs=True) for layer in layers]
-    with torch.no_grad(), attention_mode(loaded.model, "teacher"):
-        loaded.model.base_model(input_ids=row["input_ids"][None], use_cache=False)
-    for handle in handles:
-        handle.remove()
+    probes = {layer: _Probe(layer) for layer in layers}
+    watch_teacher(loaded.model, probes, [{"input_ids": row["input_ids"][None]}])
+    found = [parts for probe in probes.values() for parts in probe.found]
     return {
         "checkpoint": checkpoint,
         "text": Path(text).name,
         "seq_len": seq_len,
-        "mean": _mean_of(list(found.values())),
-        "layers": [dataclasses.asdict(parts) for parts in found.values()],
+        "mean": _mean_of(found),
+        "layers": [dataclasses.asdict(parts) for parts in found],
         "versions": collect_versions(),
         "commit": git_commit(),
     }

@@ -108,8 +108,8 @@ def fit_key_scores(
     """Fit which keys every layer keeps to what exact attention, with the model's own weights, looks at far back.
 
     Training moves queries and keys away from what the score was fitted to before, so it is fitted again afterwards
-    (`docs/quality.md`). Fitted scores that raise the model's loss are undone with a warning, and so is said which
-    layers had too few tokens for a fit.
+    (`docs/quality.md`). Fitted scores that raise the model's loss by more than 0.01 are undone with a warning; another
+    names the layers that had too few tokens for a fit.
 
     Args:
         model: a converted model; nothing but its scores changes.

@@ -40,7 +40,7 @@ def watch_teacher(
         rows: batches with `input_ids` `[B, T]` and optionally `position_ids`; other columns are not read.
         on_batch: called with the number of tokens after each batch.
     """
-    with attention_mode(model, "teacher"), _hooks(watchers):
+    with attention_mode(model, "teacher"), watching(watchers):
         for row in rows:
             if watchers:
                 inputs = {name: row[name] for name in ("input_ids", "position_ids") if name in row}
@@ -50,7 +50,16 @@ def watch_teacher(
 
 
 @contextmanager
-def _hooks(watchers: Mapping[SubquadAttention, Watcher]) -> Iterator[None]:
+def watching(watchers: Mapping[SubquadAttention, Watcher]) -> Iterator[None]:
+    """Hand every watched layer's input to its watcher, in whatever mode the model runs.
+
+    Args:
+        watchers: by layer.
+
+    Yields:
+        Nothing.
+    """
+
     def hook(layer: SubquadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = layer.inputs(kwargs["hidden_states"], kwargs["position_embeddings"], kwargs.get("sequence"))
         watchers[layer].add(inputs)

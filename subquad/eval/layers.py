@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
+from subquad.convert.watch import watching
 from subquad.errors import OutputError
 from subquad.eval.contestants import Clock, Contestant
 from subquad.eval.loss import Row
 from subquad.eval.records import EvalRecord, Finite, Metric, hash_prompts, list_problems, save_record
 from subquad.layers import SubquadAttention, converted_layers
+from subquad.layers.inputs import HeadInputs
 
 TASK = "layers"
 
@@ -24,16 +25,17 @@ TASK = "layers"
 class _LayerSums:
     """Sums of one layer over all tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: SubquadAttention) -> None:
+        self.layer = layer
         self.error = self.power = 0.0
         self.share: Tensor | None = None
         self.log_decay: Tensor | None = None
         self.tokens = 0
 
     @torch.no_grad()
-    def add(self, layer: SubquadAttention, kwargs: dict[str, Any]) -> None:
-        inputs = layer.inputs(kwargs["hidden_states"], kwargs["position_embeddings"], kwargs.get("sequence"))
-        mixer = layer.mixer
+    def add(self, inputs: HeadInputs) -> None:
+        """Read one batch of the layer's inputs."""
+        layer, mixer = self.layer, self.layer.mixer
         target = layer.project_out(layer.exact_heads(inputs)).float()
         out = layer.project_out(layer.student_heads(inputs)).float()
         self.error += (out - target).square().sum().item()
@@ -48,17 +50,17 @@ class _LayerSums:
         if mixer.decay is not None:
             self.log_decay = _added(self.log_decay, mixer.decay(mixed.hidden_states))
 
-    def to_dict(self, layer: SubquadAttention) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         half_lives = None
         if self.log_decay is not None:
             half_lives = [_half_life(total.item() / self.tokens) for total in self.log_decay]
         shares = None if self.share is None else [total.item() / self.tokens for total in self.share]
         return {
-            "layer": layer.layer_idx,
+            "layer": self.layer.layer_idx,
             "relative_error": self.error / self.power,
             "half_lives": half_lives,
             "far_shares": shares,
-            "exact_kv_heads": list(layer.split.exact),
+            "exact_kv_heads": list(self.layer.split.exact),
         }
 
 
@@ -172,25 +174,12 @@ def _measure(
     contestant: Contestant, rows: Sequence[Row], progress: Callable[[int, int], None] | None
 ) -> list[dict[str, Any]]:
     model = contestant.model
-    sums = {layer: _LayerSums() for layer in converted_layers(model)}
-    with contestant.active(), _watched(sums):
+    sums = {layer: _LayerSums(layer) for layer in converted_layers(model)}
+    with contestant.active(), watching(sums):
         for index, row in enumerate(rows):
             names = ("input_ids", "position_ids")
             inputs = {name: torch.as_tensor(row[name], device=model.device)[None] for name in names if name in row}
             model.model(**inputs, use_cache=False)
             if progress is not None:
                 progress(index + 1, len(rows))
-    return [total.to_dict(layer) for layer, total in sums.items()]
-
-
-@contextmanager
-def _watched(sums: dict[SubquadAttention, _LayerSums]) -> Iterator[None]:
-    def hook(layer: SubquadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        sums[layer].add(layer, kwargs)
-
-    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in sums]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return [total.to_dict() for total in sums.values()]

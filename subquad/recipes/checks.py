@@ -66,9 +66,14 @@ def check_recipe_against(recipe: Recipe, hf_config: PretrainedConfig) -> None:
     _warn_idle_far_part(recipe)
 
 
-def _trained_lengths(recipe: Recipe) -> dict[str, int]:
-    """Return the tokens per row of the stages that train."""
-    return {stage: recipe.stage_seq_len(stage) for stage in TRAINING_STAGES if getattr(recipe, stage).tokens}
+def _trained_stages(recipe: Recipe) -> list[str]:
+    return [stage for stage in TRAINING_STAGES if getattr(recipe, stage).tokens]
+
+
+def _row_lengths(recipe: Recipe) -> dict[str, int]:
+    """Return the lengths of training rows that are in use, by the key that sets them."""
+    own = {f"{stage}.seq_len": getattr(recipe, stage).seq_len for stage in _trained_stages(recipe)}
+    return {"data.seq_len": recipe.data.seq_len, **{name: length for name, length in own.items() if length}}
 
 
 def _short_rows(recipe: Recipe, plan: ConversionPlan) -> list[str]:
@@ -76,7 +81,7 @@ def _short_rows(recipe: Recipe, plan: ConversionPlan) -> list[str]:
     window = max(mixer.window for mixer in plan.mixers.values())
     alone = [
         stage
-        for stage in _trained_lengths(recipe)
+        for stage in _trained_stages(recipe)
         if stage == "stage1" or (recipe.stage2.lora is None and not recipe.stage2.full)
     ]
     return [
@@ -132,9 +137,7 @@ def _untrainable(recipe: Recipe) -> list[str]:
 
 
 def _length_problems(recipe: Recipe, context_length: int) -> list[str]:
-    lengths = {"data.seq_len": recipe.data.seq_len, "eval.seq_len": recipe.eval_seq_len}
-    own = {f"{stage}.seq_len": length for stage, length in _trained_lengths(recipe).items()}
-    lengths.update({name: length for name, length in own.items() if length != recipe.data.seq_len})
+    lengths = {**_row_lengths(recipe), "eval.seq_len": recipe.eval_seq_len}
     return [
         f"{name} is {seq_len}, beyond the model's context of {context_length}; lower it"
         for name, seq_len in lengths.items()
@@ -185,10 +188,7 @@ def _real_files(source: TextFiles) -> set[str]:
 
 
 def _warn_idle_far_part(recipe: Recipe) -> None:
-    lengths = {"data.seq_len": recipe.data.seq_len}
-    lengths.update({f"{stage}.seq_len": length for stage, length in _trained_lengths(recipe).items()})
-    length_name = min(lengths, key=lambda name: lengths[name])
-    shortest = lengths[length_name]
+    length_name, shortest = min(_row_lengths(recipe).items(), key=lambda item: item[1])
     mixers = {"mixer": recipe.convert.mixer, **{f"layers.{spec}": m for spec, m in recipe.convert.layers.items()}}
     for where, mixer in mixers.items():
         exact = mixer.window + mixer.sinks + mixer.kept_keys

@@ -120,9 +120,7 @@ def fit_keys(shop: Workshop) -> Outcome:
 
 def _key_line(found: KeyFit) -> str:
     change = f"loss {found.loss_before:.4f} → {found.loss_after:.4f}"
-    return f"Kept keys chosen on {found.tokens:,} tokens of recall rows: {change}" + (
-        "." if found.kept else ", undone."
-    )
+    return f"Kept keys chosen on {found.tokens:,} tokens: {change}" + ("." if found.kept else ", undone.")
 
 
 def export_checkpoint(shop: Workshop) -> Outcome:

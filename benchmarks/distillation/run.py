@@ -233,13 +233,14 @@ class _Run:
             return
         batches = self._batches(rows, recipe.calibrate.tokens)
         wanted = len(batches)
-        per_row = self._seconds_per_row(model, batches[:1])
+        fit_maps = recipe.calibrate.fit_maps
+        per_row = self._seconds_per_row(model, batches[:1], fit_maps)
         affordable = min(wanted, max(1, int(_CALIBRATION_SHARE * self.record.left / per_row)))
         if affordable < wanted:
             self.record.note(f"calibrated on {affordable} rows in place of {wanted}: a row takes {per_row:.1f} s")
         # rows for keys are training rows, with the recall that was prepared; one takes less than a fourth of a search
         key_rows = self._batches(rows, recipe.calibrate.key_tokens)[: 4 * affordable]
-        found = calibrate(model, batches[:affordable], key_rows=key_rows)
+        found = calibrate(model, batches[:affordable], key_rows=key_rows, fit_maps=fit_maps)
         self.record.row["calibration"] = dataclasses.asdict(found)
 
     def _fit_keys(self, model: PreTrainedModel, rows: PackedRows, recipe: Recipe) -> None:
@@ -258,14 +259,14 @@ class _Run:
             save_part(model, folder / MIXERS, MIXER_MARK)
 
     @staticmethod
-    def _seconds_per_row(model: PreTrainedModel, batch: list[dict[str, Tensor]]) -> float:
+    def _seconds_per_row(model: PreTrainedModel, batch: list[dict[str, Tensor]], fit_maps: bool) -> float:
         """Return how long a row takes: the second time, since kernels are compiled in the first."""
         for _ in range(2):
             started = time.monotonic()
             with warnings.catch_warnings():
                 # that it was undone says nothing: this is a copy
                 warnings.simplefilter("ignore")
-                calibrate(copy.deepcopy(model), batch)
+                calibrate(copy.deepcopy(model), batch, fit_maps=fit_maps)
         return time.monotonic() - started
 
     def _train(self, model: PreTrainedModel, rows: PackedRows, recipe: Recipe, reserve: float) -> None:

@@ -65,6 +65,7 @@ class Levers(Section):
         layers: which layers.
         base: the mixer that every lever changes.
         levers: name to the parts that it changes.
+        fit_maps: levers whose learned maps start from least squares.
     """
 
     model: str
@@ -78,6 +79,7 @@ class Levers(Section):
     layers: Indices
     base: dict[str, Any]
     levers: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
+    fit_maps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ def run_lever(
     start, errors = time.perf_counter(), {}
     with torch.no_grad():
         batches = [record.heads(layer) for record in train]
-        calibrate_layer(layer, batches[: study.calibration_rows], batches)
+        calibrate_layer(layer, batches[: study.calibration_rows], batches, fit_maps=name in study.fit_maps)
     errors["calibrated"] = held_out_error(layer, test)
     if layer.mixer_config.window:
         for mode, label in (("window_only", "window"), ("exact_only", "exact")):

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from subquad.convert.key_scores import KeyFit, KeyScoreFit, fit_key_scores, keeps_keys
+from subquad.convert.score_fit import ScoreFit, fit_scores, fits_scores
 from subquad.convert.watch import CHECKED_ROWS, mean_loss, watch_teacher
 from subquad.errors import ConfigError
 from subquad.layers import SubquadAttention, converted_layers
@@ -38,8 +39,8 @@ class CalibrationResult:
     """How far the heads are from their teacher: squared error of the head outputs over the teacher's mean square.
 
     Attributes:
-        error_before: layer index to the mean over its converted heads, before calibration (but with the keys that the
-            fitted score keeps).
+        error_before: layer index to the mean over its converted heads, before the search (but with the keys that the
+            fitted score keeps, mean keys and fitted maps).
         error_after: the same with the chosen settings.
         loss_before: nats per token on the first calibration rows before calibration.
         loss_after: the same with the chosen settings.
@@ -179,6 +180,7 @@ def calibrate(
     rows: Sequence[dict[str, Tensor]],
     *,
     key_rows: Sequence[dict[str, Tensor]] | None = None,
+    fit_maps: bool = False,
     on_batch: Callable[[int], None] | None = None,
 ) -> CalibrationResult:
     """Choose temperature, decay timescale and far weight of every converted head by search on the teacher's own inputs.
@@ -189,8 +191,9 @@ def calibrate(
     offset the temperature sets the ratio of score and offset, which is what matters, so the offset stays 1. Pure mixers
     whose output has another size than a weighted mean are searched for that instead: the weight of their norm, or
     Cottention's exponent. An `exp` score starts as its teacher, its decay with it. A layer with nothing to search is
-    left as it is, and named in the log. Where keys are kept, their score is fitted first (`fit_key_scores`). Nothing
-    is trained; the cost is two teacher forwards (three with kept keys) plus up to nine student attentions per batch.
+    left as it is, and named in the log. Where keys are kept, their score is fitted first (`fit_key_scores`); then the
+    mean key and, if asked for, narrow maps (`fit_scores`). Nothing is trained; the cost is two teacher forwards (one
+    more for kept keys and one for mean keys and maps) plus up to nine student attentions per batch.
 
     A head that is nearer to its teacher does not make the model better for certain. So the model's loss is measured
     before and after on the first rows, and settings that raise it are undone with a warning.
@@ -200,6 +203,8 @@ def calibrate(
         rows: batches with `input_ids` `[B, T]` and optionally `position_ids`; a few thousand tokens are enough.
         key_rows: the same, for the scores of kept keys; rows that ask for what stands far back make better ones. None
             is `rows`.
+        fit_maps: start a learned feature map from least squares over the teacher's scores, not from a selection of its
+            rotary pairs.
         on_batch: called with the number of tokens after each batch (for a progress bar); `calibration_tokens` in all.
 
     Returns:
@@ -218,6 +223,7 @@ def calibrate(
     mixers = [layer.mixer for layer in layers if layer.mixer is not None]
     saved = [{name: value.clone() for name, value in mixer.state_dict().items()} for mixer in mixers]
     loss_before = mean_loss(model, rows[:CHECKED_ROWS])
+    fit_scores(model, rows, maps=fit_maps, on_batch=on_batch)
     before: dict[int, float] = {}
     after: dict[int, float] = {}
     for pick in (_first_axis, _second_axis):
@@ -242,16 +248,23 @@ def calibrate(
 
 
 def calibration_tokens(
-    model: PreTrainedModel, rows: Sequence[dict[str, Tensor]], key_rows: Sequence[dict[str, Tensor]] | None = None
+    model: PreTrainedModel,
+    rows: Sequence[dict[str, Tensor]],
+    key_rows: Sequence[dict[str, Tensor]] | None = None,
+    fit_maps: bool = False,
 ) -> int:
-    """Return how many tokens `calibrate` reads, as often as it does: for temperatures, for decays, for kept keys."""
+    """Return how many tokens `calibrate` reads, as often as it does: for kept keys, scores, temperatures and decays."""
     key_rows = rows if key_rows is None else key_rows
-    passes = [*rows, *rows, *(key_rows if keeps_keys(model) else ())]
+    fits = any(fits_scores(layer, fit_maps) for layer in converted_layers(model))
+    passes = [*rows, *rows, *(key_rows if keeps_keys(model) else ()), *(rows if fits else ())]
     return sum(row["input_ids"].numel() for row in passes)
 
 
 def calibrate_layer(
-    layer: SubquadAttention, batches: Sequence[HeadInputs], key_batches: Sequence[HeadInputs] | None = None
+    layer: SubquadAttention,
+    batches: Sequence[HeadInputs],
+    key_batches: Sequence[HeadInputs] | None = None,
+    fit_maps: bool = False,
 ) -> tuple[float, float]:
     """Do to one layer what `calibrate` does to each, from its inputs alone and without asking the model's loss.
 
@@ -259,15 +272,21 @@ def calibrate_layer(
         layer: a converted layer with a fresh mixer.
         batches: the teacher's heads.
         key_batches: the same, to fit the score of kept keys on; None is `batches`.
+        fit_maps: as for `calibrate`.
 
     Returns:
         Mean relative error of its heads before and after; NaN for a layer with nothing to search.
     """
     if layer.mixer_config.kept_keys:
-        fit = KeyScoreFit(layer)
+        keys = KeyScoreFit(layer)
         for inputs in batches if key_batches is None else key_batches:
-            fit.add(inputs)
-        fit.write()
+            keys.add(inputs)
+        keys.write()
+    if fits_scores(layer, fit_maps):
+        scores = ScoreFit(layer, fit_maps)
+        for inputs in batches:
+            scores.add(inputs)
+        scores.write()
     errors = []
     for number, pick in enumerate((_first_axis, _second_axis)):
         axis = pick(layer)

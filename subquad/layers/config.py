@@ -56,6 +56,8 @@ class MixerConfig(BaseModel):
             Barbero et al. 2024, arXiv 2410.06205, at p = 0.5).
         offset: learned per-head constant c added to the score before a power: `(x + c) ** order`.
         temperature: learned per-head factor on the score.
+        center_keys: subtract from the far part's keys, after RoPE, their mean per key/value head, which calibration
+            sets (0 at the start). Softmax does not see it; a power does.
         qk_maps: learned head_dim x head_dim maps per head on the far part's q and k (identity at start, mergeable).
         window: number of last tokens scored exactly; 0 is the pure mixer of the papers.
         sinks: number of first tokens of a document scored exactly and never decayed.
@@ -97,6 +99,7 @@ class MixerConfig(BaseModel):
     rope: RopePart = "keep"
     offset: bool = False
     temperature: bool = False
+    center_keys: bool = False
     qk_maps: bool = False
     window: Annotated[int, Field(ge=0)] = 0
     sinks: Annotated[int, Field(ge=0)] = 0
@@ -198,6 +201,11 @@ class MixerConfig(BaseModel):
             )
         if self.normaliser == "count" and self.score_clamp is None:
             problems.append("normaliser: count with score: exp needs score_clamp (5.0 in the paper): e^x overflows")
+        if self.center_keys:
+            problems.append(
+                "center_keys: true with score: exp: e^x only scales by a vector subtracted from all keys, which its "
+                "normaliser takes out again; it is for score: power and taylor"
+            )
         if self.precision != "default":
             problems.append(f"precision: {self.precision} is for score: power and taylor (got score: exp)")
         return problems

@@ -80,8 +80,8 @@ class ExactPart(NamedTuple):
     reach: Reach
 
 
-class _Far(NamedTuple):
-    """The far part's inputs, not yet delayed; `v` has its value step, `skipped` is v before it."""
+class FarHeads(NamedTuple):
+    """The far part's heads before their maps, not yet delayed; `v` has its value step, `skipped` is v before it."""
 
     q: Tensor
     k: Tensor
@@ -177,7 +177,7 @@ class Mixer(nn.Module):
         if config.window:
             return self._beside_window(inputs, self.exact_part(inputs, reach) if exact is None else exact, gate)
         rank = self._visible_tokens(inputs) if config.counts_tokens else None
-        far = self._far_inputs(inputs, rank)
+        far = self.far_heads(inputs, rank)
         written = FarStream(far.k, far.v, far.log_decay, inputs.real(), far.write)
         if config.score == "exp":
             out, mass = self._attend_exactly(far.q, written, inputs), None
@@ -219,7 +219,7 @@ class Mixer(nn.Module):
         if exact.reach != "all" or (buffers is None and config.window >= inputs.q.shape[1]):
             return MixerParts(None, None, exact.near, gate=gate)
         shared = not far_stream_differs(config)
-        far = self._far_inputs(inputs, stream.rank, exact.rotated)
+        far = self.far_heads(inputs, stream.rank, exact.rotated)
         written = stream.delay(far.k, far.v, far.log_decay, far.write, exact.leaving if shared else None)
         if exact.kept is not None:
             written = exact.kept.reroute(written, shared)
@@ -234,10 +234,19 @@ class Mixer(nn.Module):
         real = inputs.real()
         return real.sum(1, keepdim=True).expand_as(real)
 
-    def _far_inputs(
+    def far_heads(
         self, inputs: HeadInputs, rank: Tensor | None, rotated: tuple[Tensor, Tensor] | None = None
-    ) -> _Far:
-        """Return the far part's inputs; `rotated` is the teacher's q and k if known."""
+    ) -> FarHeads:
+        """Return the far part's heads before its maps, not yet delayed.
+
+        Args:
+            inputs: the converted heads; what a shift or convolution remembers in their cache is updated.
+            rank: `[B, T]` real tokens up to each position; None where nothing counts them.
+            rotated: the teacher's rotated q and k, if known.
+
+        Returns:
+            The heads.
+        """
         q, k, v = inputs.q, inputs.k, inputs.v
         if self.shift is not None:
             k, v = self._shift(self.shift, inputs)
@@ -266,7 +275,7 @@ class Mixer(nn.Module):
         if log_decay is not None and inputs.sequence.real is not None:
             log_decay = log_decay.masked_fill(~inputs.sequence.real[..., None], 0.0)
         write = None if self.write_gate is None else self.write_gate(hidden_states)
-        return _Far(q, k, v, log_decay, write, skipped)
+        return FarHeads(q, k, v, log_decay, write, skipped)
 
     def _shift(self, shift: TokenShift, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
         """Return shifted k and v, remembering the last token."""

@@ -1,4 +1,4 @@
-"""The learned parts of a score: temperature, offset, q/k maps, feature map; and a polynomial's coefficients."""
+"""The parts of a score: temperature, offset, mean key, q/k maps, feature map; and a polynomial's coefficients."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ from subquad.layers.geometry import LayerGeometry
 class ScoreMap(nn.Module):
     """Maps q and k, and gives the coefficients of a polynomial `score(x) = sum_n coefs[n] * x**n`.
 
-    `power` is x^n ((x + c)^2 with a learned offset), `taylor` the truncated exponential series [A]. The q/k maps come
-    first, then the feature map, then the temperature, a factor on the queries' features and so on the score.
+    `power` is x^n ((x + c)^2 with a learned offset), `taylor` the truncated exponential series [A]. The mean key is
+    subtracted first; then come the q/k maps, then the feature map, then the temperature, a factor on the queries'
+    features and so on the score.
 
     Attributes:
         log_temperature: `[num_heads]` float32, 0 at the start; None without `temperature`.
         offset: `[num_heads]` float32, 1 at the start; None without `offset`.
+        key_center: `[num_kv_heads, head_dim]` float32, a buffer, 0 until calibration (`convert/score_fit.py`); None
+            without `center_keys`.
         query_map: `[num_heads, head_dim, head_dim]` float32, identity at the start; None without `qk_maps`.
         key_map: `[num_kv_heads, head_dim, head_dim]` float32, identity at the start; None without `qk_maps`.
         features: the learned feature map, or None.
     """
+
+    key_center: Tensor | None
 
     def __init__(self, mixer: MixerConfig, geometry: LayerGeometry) -> None:
         """Create the plain score.
@@ -38,18 +43,21 @@ class ScoreMap(nn.Module):
         heads, kv_heads, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
         self.log_temperature = nn.Parameter(torch.zeros(heads)) if mixer.temperature else None
         self.offset = nn.Parameter(torch.ones(heads)) if mixer.offset else None
+        self.register_buffer("key_center", torch.zeros(kv_heads, dim) if mixer.center_keys else None)
         self.query_map = nn.Parameter(torch.zeros(heads, dim, dim)) if mixer.qk_maps else None
         self.key_map = nn.Parameter(torch.zeros(kv_heads, dim, dim)) if mixer.qk_maps else None
         self.features = LearnedFeatures(geometry, mixer.feature_dim) if mixer.feature_dim else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the plain score: temperature 1, offset 1, identity maps."""
+        """Set the plain score: temperature 1, offset 1, no mean key, identity maps."""
         with torch.no_grad():
             if self.log_temperature is not None:
                 self.log_temperature.zero_()
             if self.offset is not None:
                 self.offset.fill_(1.0)
+            if self.key_center is not None:
+                self.key_center.zero_()
             for matrix in (self.query_map, self.key_map):
                 if matrix is not None:
                     matrix.copy_(torch.eye(matrix.shape[-1], device=matrix.device).expand_as(matrix))
@@ -76,7 +84,9 @@ class ScoreMap(nn.Module):
         return q
 
     def map_keys(self, k: Tensor) -> Tensor:
-        """Return k `[B, T, num_kv_heads, head_dim]` after its maps, same dtype; last dimension as for queries."""
+        """Return k `[B, T, num_kv_heads, head_dim]` centred and mapped, same dtype; last dimension as for queries."""
+        if self.key_center is not None:
+            k = k - self.key_center.to(k.dtype)
         if self.key_map is not None:
             k = torch.einsum("bthd,hde->bthe", k, self.key_map.to(k.dtype))
         return self._features(k) if self.features is None else self.features.keys(k)

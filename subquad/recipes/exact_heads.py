@@ -90,7 +90,8 @@ def choose_heads(shop: Workshop) -> HeadRanking:
     keep = count_exact_heads(section, shop.base_plan)
     model = apply_plan(shop.load_teacher().model, shop.base_plan).eval()
     if shop.recipe.calibrate.enabled:
-        calibrate(model, shop.batches("calibrate", shop.recipe.calibrate.tokens), key_rows=shop.key_batches())
+        rows = shop.batches("calibrate", shop.recipe.calibrate.tokens)
+        calibrate(model, rows, key_rows=shop.key_batches(), fit_maps=shop.recipe.calibrate.fit_maps)
     text = shop.batches("heads", section.tokens)
     recall = _recall_batches(shop, section.recall_tokens) if section.recall_tokens else []
     passes = 1 + len(rounds(len(shop.base_plan.mixers) * shop.base_plan.geometry.num_kv_heads, keep))

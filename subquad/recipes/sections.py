@@ -141,12 +141,14 @@ class CalibrateSection(Section):
         tokens: tokens of training text to measure on.
         key_tokens: tokens of training text to fit the scores of kept keys on, before training and again after it.
         key_recall: share of these rows that get recall, so that the scores know what is asked for far back.
+        fit_maps: start a learned feature map from least squares over the teacher's scores.
     """
 
     enabled: bool = True
     tokens: Count = 4096
     key_tokens: Count = 16_384
     key_recall: Annotated[float, Field(ge=0, le=1)] = 1.0
+    fit_maps: bool = False
 
 
 class StageSection(Section):

@@ -217,9 +217,10 @@ def bare_card(shop: Workshop) -> ModelCard:
 
 def _calibrate(shop: Workshop) -> CalibrationResult:
     rows, key_rows = shop.batches("calibrate", shop.recipe.calibrate.tokens), shop.key_batches()
-    total = calibration_tokens(shop.student, rows, key_rows)
+    fit_maps = shop.recipe.calibrate.fit_maps
+    total = calibration_tokens(shop.student, rows, key_rows, fit_maps)
     with token_bar("calibrating", total, shop.console) as count:
-        return calibrate(shop.student, rows, key_rows=key_rows, on_batch=count)
+        return calibrate(shop.student, rows, key_rows=key_rows, fit_maps=fit_maps, on_batch=count)
 
 
 def _train(shop: Workshop, stage: str) -> Outcome:

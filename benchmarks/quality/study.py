@@ -20,8 +20,9 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, model_validator
 
+from benchmarks.quality.plots import plot_frontier
 from benchmarks.quality.rows import Row, read_row
-from benchmarks.quality.table import plot_frontier, render_table
+from benchmarks.quality.table import render_table
 from subquad.convert.atomic import atomic_file
 from subquad.errors import FolderInUseError, SubquadError
 from subquad.eval.records import record_files

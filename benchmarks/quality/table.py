@@ -1,33 +1,14 @@
-"""The table and the plots of a study of conversions."""
+"""The table of a study of conversions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 
-from matplotlib.ticker import FuncFormatter
-
 from benchmarks.quality.rows import Needle, Row
-from subquad.eval.style import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    RED,
-    format_bytes,
-    format_seconds,
-    new_figure,
-    save_figure,
-    with_error,
-)
+from subquad.eval.niah.stats import mean_and_error
+from subquad.eval.style import format_bytes, format_seconds, with_error
 
-_COLORS = (BLUE, ORANGE, GREEN, RED, GREY)
-_MARKERS = ("o", "s", "^", "D")
-_MIB = 2**20
-# A loss so far above every control (nats) would press all others into a line.
-_MOST_ABOVE_CONTROL = 0.5
 _TRAINING = ("calibrate", "stage1", "stage2", "keys")
 _MODELS = ("teacher", "window_only", "student")
 
@@ -40,7 +21,8 @@ def render_table(name: str, rows: Sequence[Row]) -> str:
         rows: finished runs, at least one.
 
     Returns:
-        The table of losses and bytes, and one of the needle where it was measured.
+        The table of losses and bytes, one of means over seeds where there are several, and one of the needle where it
+        was measured.
     """
     first = rows[0].results
     length = longest(rows)
@@ -48,9 +30,11 @@ def render_table(name: str, rows: Sequence[Row]) -> str:
         f"# Study {name}",
         f"Held-out text: {first.data}, {first.loss.num_tokens:,} tokens. Losses in nats per token ± standard error "
         f"over rows; student − control on the same rows. The cache is that of one sequence after {length:,} tokens, "
-        f"{first.dtype} (the teacher's: {format_bytes(_kv_bytes(rows[0], length))}).",
+        f"{first.dtype} (the teacher's: {format_bytes(kv_bytes(rows[0], length))}).",
         _losses(rows, length),
     ]
+    if len({row.seed for row in rows}) > 1:
+        parts += [f"## Means over seeds; difference from {first_arm(rows)}, paired by seed", _means(rows)]
     if any(row.needle for row in rows):
         parts += ["## Needle: share of exact answers / log probability of the key", _needles(rows)]
     return "\n\n".join(parts) + "\n"
@@ -62,7 +46,8 @@ def longest(rows: Sequence[Row]) -> int:
     return max(set.intersection(*lengths))
 
 
-def _kv_bytes(row: Row, length: int) -> int:
+def kv_bytes(row: Row, length: int) -> int:
+    """Return the bytes of the teacher's cache at a length that `longest` returned."""
     assert row.results.cache_bytes is not None, "longest saw to it"
     return row.results.cache_bytes.kv[length]
 
@@ -83,6 +68,34 @@ def _losses(rows: Sequence[Row], length: int) -> str:
         cells.append(format_bytes(row.cache_bytes(length) or 0))
         cells.append(f"{tokens.stage1 + tokens.stage2:,}")
         cells.append(format_seconds(sum(row.results.wall_seconds.get(step, 0.0) for step in _TRAINING)))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def first_arm(rows: Sequence[Row]) -> str:
+    """Return the label of the arm that the others are compared with."""
+    return rows[0].label
+
+
+def _means(rows: Sequence[Row]) -> str:
+    """Return a line per arm: means over its seeds, and the mean difference from the first arm with the same seeds."""
+    arms: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        arms.setdefault(row.arm, {})[row.seed] = row
+    base = arms[rows[0].arm]
+    heads = ["arm", "seeds", "student", f"− {first_arm(rows)}", "gap closed", "far part off"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+    for found in arms.values():
+        losses = [row.results.loss for row in found.values()]
+        pairs = [
+            row.results.loss.student - base[seed].results.loss.student for seed, row in found.items() if seed in base
+        ]
+        cells = [next(iter(found.values())).label, str(len(found)), f"{fmean(loss.student for loss in losses):.4f}"]
+        cells.append("" if found is base or not pairs else with_error(*mean_and_error(pairs), sign="+"))
+        gaps = [loss.gap_closed for loss in losses]
+        cells.append("–" if None in gaps else f"{fmean(gap for gap in gaps if gap is not None):.0%}")
+        without = [loss.student_without_far for loss in losses if loss.student_without_far is not None]
+        cells.append(_number(fmean(without) if without else None))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -127,83 +140,3 @@ def _found(found: dict[int, Needle], length: int) -> str:
     needle = found[length]
     accuracy = "–" if needle.accuracy is None else f"{needle.accuracy:.2f}"
     return accuracy if needle.key_logprob is None else f"{accuracy} / {needle.key_logprob:.1f}"
-
-
-def plot_frontier(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw loss, and accuracy of the needle, over the bytes of the cache.
-
-    Args:
-        rows: finished runs.
-        folder: where to write `frontier-loss.png` and, where it was measured, `frontier-needle.png`.
-
-    Returns:
-        The files.
-    """
-    length = longest(rows)
-    loss = {index: row.results.loss.student for index, row in enumerate(rows)}
-    controls = [row.results.loss.window_only for row in rows if row.results.loss.window_only is not None]
-    limit = max(controls) + _MOST_ABOVE_CONTROL if controls else float("inf")
-    shown = {index: value for index, value in loss.items() if value <= limit}
-    teacher_loss = rows[0].results.loss.teacher
-    beyond = [f"{rows[index].label} {value:.2f}" for index, value in loss.items() if index not in shown]
-    note = f"\nnot shown: {', '.join(beyond)}" if beyond else ""
-    lines = {"teacher": teacher_loss, **({"window alone, at most": max(controls)} if controls else {})}
-    paths = [_plot(rows, shown, length, lines, "Loss (nats per token)", folder / "frontier-loss.png", note)]
-    found = {index: _mean_accuracy(row, "student") for index, row in enumerate(rows)}
-    accuracy = {index: value for index, value in found.items() if value is not None}
-    if accuracy:
-        teacher = _mean_accuracy(rows[0], "teacher")
-        label = "Needle: exact answers, mean over lengths"
-        lines = {} if teacher is None else {"teacher": teacher}
-        paths.append(_plot(rows, accuracy, length, lines, label, folder / "frontier-needle.png"))
-    return paths
-
-
-def _mean_accuracy(row: Row, model: str) -> float | None:
-    values = [found.accuracy for found in row.needle.get(model, {}).values() if found.accuracy is not None]
-    return fmean(values) if values else None
-
-
-def _plot(
-    rows: Sequence[Row],
-    values: dict[int, float],
-    length: int,
-    lines: dict[str, float],
-    label: str,
-    path: Path,
-    note: str = "",
-) -> Path:
-    """Draw one value over bytes; `lines` are what models without a place on the axis have."""
-    title = f"{path.stem.removeprefix('frontier-').capitalize()} against bytes of the cache"
-    figure, axes = new_figure(
-        title, f"Cache at {length:,} tokens (MiB); dotted: keys and values of the teacher{note}", label
-    )
-    groups = list(dict.fromkeys(rows[index].group for index in values))
-    named: set[str] = set()
-    # labels of neighbours stand above and below in turn
-    by_size = sorted(values, key=lambda index: rows[index].cache_bytes(length) or 0)
-    for place, index in enumerate(by_size):
-        row, value, below = rows[index], values[index], place % 2
-        turn, which = divmod(groups.index(row.group), len(_COLORS))
-        color, marker = _COLORS[which], _MARKERS[turn % len(_MARKERS)]
-        size = (row.cache_bytes(length) or 0) / _MIB
-        label = None if row.group in named else row.group
-        named.add(row.group)
-        axes.plot(size, value, marker=marker, color=color, linestyle="none", label=label)
-        axes.annotate(
-            row.label,
-            (size, value),
-            textcoords="offset points",
-            xytext=(5, -10 if below else 4),
-            fontsize=7,
-            color=color,
-        )
-    for (name, height), style in zip(lines.items(), ("-", "--"), strict=False):
-        axes.axhline(height, color=BLACK, linewidth=1, linestyle=style, label=name)
-    axes.axvline(_kv_bytes(rows[0], length) / _MIB, color=BLACK, linewidth=1, linestyle=":")
-    axes.legend(fontsize=8)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
-    axes.xaxis.set_minor_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}" if f"{size:e}"[0] in "235" else ""))
-    save_figure(figure, path)
-    return path

@@ -1,5 +1,6 @@
 """The study of conversions: arms are recipes, references are measured once, and where the far part errs."""
 
+import dataclasses
 import gzip
 import json
 import sys
@@ -8,8 +9,11 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.quality import corpus, decode_loss, far_part, study, teacher_text
+from benchmarks.quality import corpus, decode_loss, far_part, plots, study, teacher_text
+from benchmarks.quality.rows import Needle
+from benchmarks.quality.table import render_table
 from subquad.errors import ConfigError
+from subquad.eval.niah import wilson_interval
 from subquad.eval.records import load_records
 from subquad.layers import attention_mode, converted_layers
 from subquad.layers import resolve_mixer as mixer
@@ -91,6 +95,43 @@ def test_a_study_from_one_arm_to_all(study_file, tmp_path, monkeypatch):
     }
     assert found["far"]["teacher"] == found["heads"]["teacher"]
     assert found["far"]["window_only"] != found["heads"]["window_only"]
+
+
+def test_means_over_seeds_are_paired_with_the_first_arm(study_file, tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    run(study_file, folder, "--arms", "far", monkeypatch=monkeypatch)
+    row = next(study.finished_rows(study.load_study(study_file, []), folder))
+
+    def other(arm, seed, loss):
+        table = row.results.loss.model_copy(update={"student": loss, "gap_closed": None})
+        return dataclasses.replace(
+            row, arm=arm, label=arm, seed=seed, results=row.results.model_copy(update={"loss": table})
+        )
+
+    assert "Means over seeds" not in render_table("one", [row])
+    rows = [other("a", 0, 2.0), other("a", 1, 3.0), other("b", 0, 2.5), other("b", 1, 3.1), other("c", 1, 2.0)]
+    table = render_table("two", rows)
+    assert "difference from a, paired by seed" in table
+    lines = table.split("paired by seed")[1].splitlines()[4:]
+    assert [line.split(" | ")[:4] for line in lines] == [
+        ["| a", "2", "2.5000", ""],
+        ["| b", "2", "2.8000", "+0.3000 ± 0.2000"],
+        ["| c", "1", "2.0000", "-1.0000"],
+    ]
+
+
+def test_intervals_of_the_plots(study_file, tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    run(study_file, folder, "--arms", "far", monkeypatch=monkeypatch)
+    row = next(study.finished_rows(study.load_study(study_file, []), folder))
+    paired = row.results.difference("student", "teacher")
+    value, low, high = plots.loss_point(row)
+    assert value == row.results.loss.student
+    assert (high - value, value - low) == pytest.approx((paired.standard_error, paired.standard_error))
+    assert plots.accuracy_point(row, "student") is None
+    found = {512: Needle(1.0, -0.2, 3), 1024: Needle(1 / 3, -3.0, 3)}
+    point = plots.accuracy_point(dataclasses.replace(row, needle={"student": found}), "student")
+    assert point == (4 / 6, *wilson_interval(4, 6))
 
 
 def test_a_finished_study_trains_nothing(study_file, tmp_path, monkeypatch):

@@ -17,7 +17,8 @@ from subquad.convert.watch import CHECKED_ROWS, mean_loss, watch_teacher
 from subquad.errors import ConfigError
 from subquad.layers import SubquadAttention, converted_layers
 from subquad.layers.inputs import HeadInputs
-from subquad.layers.mixer import Mixer, MixerParts
+from subquad.layers.mixer import Mixer
+from subquad.layers.mixer_parts import MixerParts
 
 TEMPERATURES = (0.02, 0.06, 0.2, 0.6)
 TIMESCALES = (128.0, 512.0, 2048.0, float("inf"))

@@ -18,7 +18,8 @@ from subquad.layers.cache import cache_layout, subquad_cache_layer
 from subquad.layers.config import MixerConfig
 from subquad.layers.geometry import LayerGeometry
 from subquad.layers.inputs import HeadInputs
-from subquad.layers.mixer import Mixer, Reach
+from subquad.layers.mixer import Mixer
+from subquad.layers.mixer_parts import Reach
 from subquad.layers.sequence import SequenceInfo
 from subquad.layers.stream import append
 from subquad.layers.transfer import local_loss

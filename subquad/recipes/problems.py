@@ -56,7 +56,9 @@ def _describe(item: ErrorDetails, model: type[BaseModel]) -> str:
         case "union_tag_invalid":
             return f"{path}.kind: must be one of {item['ctx']['expected_tags']} (got {item['ctx']['tag']!r})"
         case "model_type" | "model_attributes_type":
-            return f"{path or 'recipe'}: must be a mapping of keys to values{got}"
+            field = section.model_fields.get(parents[-1]) if section is not None else None
+            nothing = ", or null for none" if field is not None and type(None) in get_args(field.annotation) else ""
+            return f"{path or 'recipe'}: must be a mapping of keys to values{nothing}{got}"
         case "value_error":
             return f"{path}: {message}" if path else message
         case _:

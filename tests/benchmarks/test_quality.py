@@ -18,7 +18,7 @@ from subquad.eval.records import load_records
 from subquad.layers import attention_mode, converted_layers
 from subquad.layers import resolve_mixer as mixer
 from tests.convert.tiny_checkpoints import write_hf
-from tests.layers.test_attention import convert
+from tests.layers.students import convert
 from tests.tiny_llama import tiny_teacher, tiny_tokens
 
 SEQ_LEN = 32

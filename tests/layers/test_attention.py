@@ -1,104 +1,16 @@
-"""A converted layer against its teacher and against itself: window, padding, documents, cache, heads."""
+"""A converted layer against its teacher and against itself: window, padding, documents, heads."""
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from subquad.convert.plan import plan_conversion
-from subquad.convert.surgery import apply_plan, undo_plan
-from subquad.errors import ConfigError
-from subquad.layers import SubquadCacheLayer, attention_mode, cache_bytes, collect_local_losses, converted_layers
+from subquad.convert.surgery import undo_plan
+from subquad.layers import attention_mode, collect_local_losses, converted_layers
 from subquad.layers import resolve_mixer as mixer
+from tests.layers.students import all_mixers, convert
 from tests.tiny_llama import relative_error as relative
 from tests.tiny_llama import tiny_teacher
 from tests.tiny_llama import tiny_tokens as tokens
-
-MIXERS = {
-    "2mamba": {"preset": "2mamba", "window": 8, "sinks": 2},
-    "2mamba-pure": {"preset": "2mamba", "window": 0},
-    "2mamba-no-rope": {"preset": "2mamba", "window": 8, "sinks": 2, "rope": "drop"},
-    "2mamba-fast-rope": {"preset": "2mamba", "window": 8, "sinks": 2, "conv_width": 1, "rope": "fast"},
-    "2mamba-slow-rope": {"preset": "2mamba", "window": 8, "sinks": 2, "kept_keys": 4, "conv_width": 1, "rope": "slow"},
-    "2mamba-exact-head": {"preset": "2mamba", "window": 8, "sinks": 2, "exact_kv_heads": [1]},
-    "2mamba-absolute": {"preset": "2mamba", "window": 8, "sinks": 2, "mix_reference": "absolute"},
-    "2mamba-mix": {"preset": "2mamba", "window": 8, "sinks": 2, "mix_by_mass": True, "mix_by_input": True},
-    "2mamba-value-step": {"preset": "2mamba", "window": 8, "sinks": 2, "value_step": "softplus"},
-    "2mamba-write": {"preset": "2mamba", "window": 8, "sinks": 2, "write_gate": True},
-    "2mamba-write-pure": {"preset": "2mamba-pure", "write_gate": True},
-    "taylor-3-write": {"preset": "taylor", "order": 3, "window": 4, "sinks": 1, "write_gate": True},
-    "taylor-3-write-pure": {"preset": "taylor-pure", "order": 3, "write_gate": True},
-    "taylor-1-mix": {"preset": "taylor", "order": 1, "window": 8, "mix_by_mass": True, "mix_reference": "absolute"},
-    "2mamba-kept": {"preset": "2mamba", "window": 8, "sinks": 2, "kept_keys": 3},
-    "2mamba-kept-head": {"preset": "2mamba", "window": 4, "kept_keys": 1, "exact_kv_heads": [1], "mix_by_mass": True},
-    "2mamba-kept-write": {"preset": "2mamba", "window": 5, "sinks": 1, "kept_keys": 7, "write_gate": True},
-    "taylor-kept": {"preset": "taylor", "window": 3, "kept_keys": 4, "sinks": 2},
-    "taylor-3-kept": {"preset": "taylor", "order": 3, "window": 4, "sinks": 1, "kept_keys": 5},
-    "linear-relu-kept": {"preset": "linear-relu", "window": 3, "kept_keys": 4},
-    "mamba2s-mix": {"preset": "mamba2s", "window": 8, "sinks": 2, "mix_by_input": True},
-    "mamba2s": {"preset": "mamba2s", "window": 8, "sinks": 2},
-    "mamba2s-pure": {"preset": "mamba2s", "window": 0},
-    "taylor": {"preset": "taylor", "window": 8, "sinks": 2},
-    "taylor-pure": {"preset": "taylor", "window": 0},
-    "taylor-4": {"preset": "taylor", "order": 4, "window": 8, "sinks": 0},
-    "taylor-3-pure": {"preset": "taylor", "order": 3, "window": 0},
-    "linear-identity": {"preset": "linear-identity"},
-    "linear-relu": {"preset": "linear-relu"},
-    "linear-relu-window": {"preset": "linear-relu", "window": 8, "sinks": 2, "temperature": True},
-    "linear-elu": {"preset": "linear-elu"},
-    "cottention": {"preset": "cottention"},
-    "cottention-window": {"preset": "cottention", "window": 8, "sinks": 2},
-    "taylor-relu": {"preset": "taylor-relu"},
-    "taylor-elu-3": {"preset": "taylor-elu", "order": 3, "temperature": True, "qk_maps": True},
-    "taylor-cosine": {"preset": "taylor-cosine"},
-    "mamba2": {"preset": "mamba2"},
-    "mamba2-norm-only": {"preset": "mamba2", "skip": False, "conv_activation": "none", "window": 8},
-    "based": {"preset": "based", "feature_dim": 5},
-    "based-window": {"preset": "based", "feature_dim": 4, "window": 8, "sinks": 2, "output_gate": "sigmoid"},
-    "softmax-l2": {"preset": "softmax-l2"},
-    "softmax-layer": {"preset": "softmax-layer", "exact_kv_heads": [0]},
-    "softmax-gate": {"preset": "softmax-gate", "score_clamp": 1.0},
-    "2mamba-e": {"preset": "2mamba-e"},
-    "fox": {"preset": "fox"},
-    "fox-pro": {"preset": "fox-pro"},
-    "exp-everything": {
-        "score": "exp",
-        "feature_map": "learned",
-        "feature_dim": 6,
-        "decay": "mamba2",
-        "value_step": "softplus",
-        "conv_width": 3,
-        "conv_activation": "silu",
-        "skip": True,
-        "temperature": True,
-        "score_clamp": 4.0,
-        "normaliser": "head_rms",
-        "output_gate": "silu",
-        "qk_norm": True,
-        "kv_shift": True,
-    },
-    "window-1": {"preset": "taylor", "window": 1, "sinks": 1},
-}
-all_mixers = pytest.mark.parametrize("name", MIXERS)
-
-
-def convert(teacher, name_or_mixer, randomise=True, layers=None):
-    config = MIXERS[name_or_mixer] if isinstance(name_or_mixer, str) and name_or_mixer in MIXERS else name_or_mixer
-    model = apply_plan(teacher, plan_conversion(teacher.config, mixer(config), layers=layers))
-    if randomise:
-        torch.manual_seed(1)
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                if ".mixer." not in key:
-                    continue
-                parameter.add_(0.2 * torch.randn_like(parameter))
-                # A far part that really counts.
-                if key.endswith("log_mix"):
-                    parameter.fill_(-1.0)
-        for layer in converted_layers(model):
-            if layer.mixer is not None and layer.mixer.decay is not None:
-                # A decay that really forgets.
-                layer.mixer.decay.set_timescale(torch.linspace(5.0, 20.0, layer.mixer.geometry.num_kv_heads))
-    return model
 
 
 @pytest.fixture
@@ -173,70 +85,6 @@ def test_undo_is_bit_equal(teacher):
 
 @torch.no_grad()
 @all_mixers
-def test_decode_equals_one_forward(teacher, name):
-    model = convert(teacher, name)
-    ids = tokens()
-    full = model(ids).logits
-    for prefill in (1, 7, 8, 25):
-        cache = DynamicCache(config=model.config)
-        steps = [model(ids[:, :prefill], past_key_values=cache, use_cache=True).logits]
-        for start in range(prefill, 30):
-            steps.append(model(ids[:, start : start + 1], past_key_values=cache, use_cache=True).logits)
-        steps.append(model(ids[:, 30:], past_key_values=cache, use_cache=True).logits)
-        assert relative(torch.cat(steps, dim=1), full) < 1e-4
-        assert cache.get_seq_length() == 40
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [(name, "window_only") for name in MIXERS if mixer(MIXERS[name]).window]
-    + [(name, "exact_only") for name in MIXERS if mixer(MIXERS[name]).kept_keys],
-)
-def test_the_control_decodes_without_a_far_part(teacher, name, mode, monkeypatch):
-    model = convert(teacher, name)
-    ids, mask = tokens(), torch.ones(2, 40, dtype=torch.long)
-    mask[1, :9] = 0
-    monkeypatch.setattr("subquad.layers.mixer.poly_attention", lambda *args, **kwargs: pytest.fail("far part computed"))
-    with attention_mode(model, mode):
-        full = model(ids, attention_mask=mask).logits
-        cache, parts, done = DynamicCache(config=model.config), [], 0
-        for size in (5, *[1] * 13, 22):
-            done += size
-            new = ids[:, done - size : done]
-            parts.append(model(new, attention_mask=mask[:, :done], past_key_values=cache, use_cache=True).logits)
-    decoded = torch.cat(parts, dim=1)
-    assert relative(decoded[0], full[0]) < 1e-4
-    assert relative(decoded[1, 9:], full[1, 9:]) < 1e-4
-    for layer in cache.layers:
-        growing = [buffer for name, buffer in layer.buffers.items() if name.startswith("past_")]
-        assert all(buffer.shape[1] == 0 for buffer in growing)
-        assert growing or not layer.buffers["values"].any()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("begun, other", [("student", "window_only"), ("window_only", "student")])
-def test_a_cache_stays_in_the_mode_it_was_begun_in(teacher, begun, other):
-    model = convert(teacher, "2mamba")
-    cache = DynamicCache(config=model.config)
-
-    def read(mode, part):
-        with attention_mode(model, mode):
-            return model(part, past_key_values=cache, use_cache=True).logits
-
-    first = read(begun, tokens()[:, :20])
-    with pytest.raises(ConfigError, match=f"begun in {begun} mode and cannot continue in {other}"):
-        read(other, tokens()[:, 20:])
-    assert cache.get_seq_length() == 20
-    with attention_mode(model, begun):
-        full = model(tokens()).logits
-    assert relative(torch.cat([first, read(begun, tokens()[:, 20:])], dim=1), full) < 1e-4
-    cache.reset()
-    read(other, tokens())
-
-
-@torch.no_grad()
-@all_mixers
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(teacher, name, side):
     model = convert(teacher, name)
@@ -268,83 +116,6 @@ def test_packed_documents_equal_separate_rows(teacher, name):
     packed = model(ids, position_ids=positions, use_cache=False).logits
     separate = torch.cat([model(part).logits for part in ids.split(lengths, dim=1)], dim=1)
     assert relative(packed, separate) < 1e-4
-
-
-@torch.no_grad()
-@all_mixers
-def test_left_padded_batch_generates_as_each_row_alone(teacher, name):
-    model = convert(teacher, name)
-    ids = tokens(2, 20)
-    mask = torch.ones_like(ids)
-    mask[1, :8] = 0
-    ids = torch.where(mask.bool(), ids, 0)
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    batch = model.generate(ids, attention_mask=mask, **options)[:, 20:]
-    for row in range(2):
-        alone_ids = ids[row : row + 1, mask[row].bool()]
-        alone = model.generate(alone_ids, attention_mask=torch.ones_like(alone_ids), **options)
-        assert torch.equal(batch[row], alone[0, alone_ids.shape[1] :])
-    beams = model.generate(ids, attention_mask=mask, num_beams=3, **options)
-    without = model.generate(ids, attention_mask=mask, num_beams=3, use_cache=False, **options)
-    assert torch.equal(beams, without)
-
-
-@torch.no_grad()
-@all_mixers
-def test_cache_bytes_equal_the_formula(teacher, name):
-    model = convert(teacher, name)
-    layer = converted_layers(model)[0]
-    held = {}
-    for length in (5, 40, 200):
-        cache = DynamicCache(config=model.config)
-        model(tokens(2, length), past_key_values=cache, use_cache=True)
-        assert isinstance(cache.layers[0], SubquadCacheLayer)
-        held[length] = cache.layers[0].num_bytes()
-        assert held[length] == cache_bytes(layer.mixer_config, layer.geometry, 2, length, torch.float32)
-    if layer.mixer_config.linear and not layer.mixer_config.exact_kv_heads:
-        assert held[5] == held[40] == held[200]
-    else:
-        assert held[5] < held[40] < held[200]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["2mamba", "2mamba-pure", "mamba2s"])
-def test_a_bfloat16_state_takes_half_the_bytes_and_rounds(teacher, name):
-    ids = tokens()
-    model = convert(teacher, name)
-    full = model(ids).logits
-    half = convert(tiny_teacher(), {**MIXERS[name], "state_dtype": "bfloat16"})
-    assert torch.equal(half(ids).logits, full)
-    caches = [DynamicCache(config=model.config) for _ in range(2)]
-    logits = []
-    for converted, cache in zip((model, half), caches, strict=True):
-        parts = [converted(ids[:, step : step + 1], past_key_values=cache, use_cache=True).logits for step in range(40)]
-        logits.append(torch.cat(parts, dim=1))
-    assert 1e-6 < relative(logits[1], logits[0]) < 0.05
-    held = [cache.layers[0].buffers for cache in caches]
-    for buffer in ("values", "normaliser"):
-        if buffer in held[0]:
-            assert held[1][buffer].dtype == torch.bfloat16
-            assert 2 * held[1][buffer].nbytes == held[0][buffer].nbytes
-    layer = converted_layers(half)[0]
-    assert caches[1].layers[0].num_bytes() == cache_bytes(layer.mixer_config, layer.geometry, 2, 40, torch.float32)
-
-
-@pytest.mark.parametrize(
-    "parts", [{"preset": "fox"}, {"preset": "taylor", "order": 3}, {"preset": "taylor-pure", "causal": False}]
-)
-def test_a_state_dtype_needs_a_cached_state(parts):
-    with pytest.raises(ConfigError, match="state_dtype: bfloat16 is for a cached state"):
-        mixer({**parts, "state_dtype": "bfloat16"})
-
-
-def test_pure_2mamba_state_is_the_papers_number():
-    from subquad.layers import LayerGeometry, cache_layout
-
-    config = mixer({"preset": "2mamba", "window": 0, "offset": False})
-    layout = cache_layout(config, LayerGeometry(64, 1, 1, 64), torch.float32)
-    numbers = sum(torch.Size(spec.shape).numel() for spec in layout.values())
-    assert numbers == 64 * 65**2 // 2 + 3 * 64
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from subquad.layers import resolve_mixer as mixer
 from subquad.layers.far_weight import LENGTH_SCALE
 from subquad.layers.inputs import HeadInputs
 from subquad.layers.sequence import SequenceInfo
-from tests.layers.test_attention import convert
+from tests.layers.students import convert
 from tests.tiny_llama import relative_error, tiny_teacher, tiny_tokens
 
 WINDOW, SINKS, OFFSET = 6, 2, 0.7

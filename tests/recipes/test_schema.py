@@ -65,6 +65,10 @@ def test_all_problems_come_in_one_message():
         ),
         ({"data": {"eval": {"kind": "huub"}}}, "data.eval.kind: must be one of 'embedded', 'text'"),
         ({"model": []}, "model: must be a mapping of keys to values (got [])"),
+        (
+            {"stage2": {"lora": "none"}},
+            "stage2.lora: must be a mapping of keys to values, or null for none (got 'none')",
+        ),
         ({"stage1": {"learning_rate": float("nan")}}, "stage1.learning_rate: "),
         ({"eval": {"memory_lengths": [8, 8]}}, "eval.memory_lengths: must be ascending without repeats, got [8, 8]"),
         ({"stage2": {"kl_weight": 0}}, "stage2: kl_weight, ce_weight and hidden_weight are all 0"),

@@ -13,8 +13,7 @@ from subquad.eval.data_files import MissingFilesError
 from subquad.eval.glue import LM_EVAL_TASKS, glue_average, glue_metrics, load_glue_task
 from subquad.eval.harness import tasks
 from subquad.eval.records import EvalRecord, Metric
-
-from .test_harness_units import PROVENANCE
+from tests.eval.harness.test_units import PROVENANCE
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "glue"
 MNLI_HEADER = "index\tpromptID\tpairID\tgenre\tsentence1\tsentence2\tlabel1\tgold_label\n"

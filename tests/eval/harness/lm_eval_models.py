@@ -13,8 +13,7 @@ from subquad.convert.plan import plan_conversion
 from subquad.convert.surgery import apply_plan
 from subquad.eval.contestants import Contestant
 from subquad.layers import resolve_mixer
-
-from ..tiny_llama import tiny_teacher
+from tests.tiny_llama import tiny_teacher
 
 MODES = ("teacher", "window_only", "student")
 SENTENCES = [

@@ -22,11 +22,13 @@ class Needle:
         accuracy: share of prompts answered exactly; None where nothing was generated.
         key_logprob: mean log probability of the key, nats; None where it was not scored.
         num: prompts.
+        key_logprob_error: standard error of that mean over prompts; None for a single one.
     """
 
     accuracy: float | None
     key_logprob: float | None
     num: int
+    key_logprob_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ def _found(group: Group) -> Needle:
         accuracy=None if group.accuracy is None else group.accuracy.value,
         key_logprob=None if group.key_logprob is None else group.key_logprob.value,
         num=next(score.num for score in (group.accuracy, group.key_logprob) if score is not None),
+        key_logprob_error=None if group.key_logprob is None else group.key_logprob.standard_error,
     )
 
 

@@ -21,7 +21,7 @@ from statistics import fmean, stdev
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
@@ -80,6 +80,13 @@ class Levers(Section):
     base: dict[str, Any]
     levers: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
     fit_maps: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Levers:
+        unknown = [name for name in self.fit_maps if name not in self.levers]
+        if unknown:
+            raise ValueError(f"fit_maps names {', '.join(unknown)}, which no lever is called")
+        return self
 
 
 @dataclass(frozen=True)
@@ -270,7 +277,8 @@ def run(study: Levers, folder: Path, names: Sequence[str]) -> None:
     settings = {"commit": git_commit(), "versions": collect_versions()}
     for name in todo:
         for outcome in _outcomes(model, study, name, records, len(train)):
-            rows.append({**asdict(outcome), "changes": study.levers[name], **settings})
+            changes = {"changes": study.levers[name], "fit_maps": name in study.fit_maps}
+            rows.append({**asdict(outcome), **changes, **settings})
             print(json.dumps(asdict(outcome)), flush=True)
         atomic_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
         atomic_file(folder / "table.md", render(study, rows).encode())
@@ -303,7 +311,8 @@ def render(study: Levers, rows: Sequence[dict[str, Any]]) -> str:
         cells = [f"{fmean(row[key] for row in found):.4f}" for key in ("window", "exact", "calibrated", "trained")]
         pairs = list(zip(found, by_lever.get(base, ()), strict=False))
         gains = [own["trained"] - other["trained"] for own, other in pairs]
-        cells.append("" if name == base or not gains else f"{fmean(gains):+.4f} (sd {stdev(gains):.4f})")
+        spread = f" (sd {stdev(gains):.4f})" if len(gains) > 1 else ""
+        cells.append("" if name == base or not gains else f"{fmean(gains):+.4f}{spread}")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     layers = ", ".join(map(str, study.layers))
     tokens = study.train_rows * study.epochs * study.seq_len

@@ -56,11 +56,11 @@ def plot_frontier(rows: Sequence[Row], folder: Path) -> list[Path]:
     found = {index: needle_point(row, "student") for index, row in enumerate(rows)}
     needle = {index: point for index, point in found.items() if point is not None}
     if needle:
-        teacher = needle_point(rows[0], "teacher")
+        teacher = needle_point(rows[next(iter(needle))], "teacher")
         lines = {} if teacher is None else {"teacher": teacher.value}
         shown = {index: point for index, point in needle.items() if point.value >= _LEAST_LOG_PROBABILITY}
         note = _named(rows, {index: point for index, point in needle.items() if index not in shown})
-        label = "Log probability of the key (nats)"
+        label = "Log probability of the key, mean (nats)"
         paths.append(_plot(rows, shown, lines, label, folder / "frontier-needle.png", note))
     return paths
 
@@ -99,7 +99,7 @@ def _plot(
     length = longest(rows)
     title = f"{path.stem.removeprefix('frontier-').capitalize()} against bytes of the cache"
     figure, axes = new_figure(
-        title, f"Cache at {length:,} tokens (MiB); dotted: keys and values of the teacher{note}", label
+        title, f"Cache at {length:,} tokens (MiB); dotted: the teacher's; bars: a standard error{note}", label
     )
     groups = list(dict.fromkeys(rows[index].group for index in points))
     named: set[str] = set()

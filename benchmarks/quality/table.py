@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from benchmarks.quality.rows import Needle, Row
+from subquad.errors import ConfigError
 from subquad.eval.niah.stats import mean_and_error
 from subquad.eval.style import format_bytes, format_seconds, with_error
 
@@ -42,8 +43,12 @@ def render_table(name: str, rows: Sequence[Row]) -> str:
 
 def longest(rows: Sequence[Row]) -> int:
     """Return the longest length at which every row has its cache's bytes."""
-    lengths = [set(row.results.cache_bytes.student) for row in rows if row.results.cache_bytes is not None]
-    return max(set.intersection(*lengths))
+    measured = [row.results.cache_bytes for row in rows]
+    lengths = [set() if cache is None else set(cache.student) for cache in measured]
+    shared: set[int] = set.intersection(*lengths)
+    if not shared:
+        raise ConfigError("no length has the cache's bytes of every arm; give all arms one eval.memory_lengths")
+    return max(shared)
 
 
 def kv_bytes(row: Row, length: int) -> int:

@@ -219,7 +219,7 @@ def calibrate(
         raise ConfigError("calibrate: the model has no converted layer")
     if not rows:
         raise ConfigError("calibrate: no rows were given; it needs at least one batch of tokens")
-    _name_what_is_left(layers)
+    _name_what_is_left([layer for layer in layers if not fits_scores(layer, fit_maps)])
     keys = fit_key_scores(model, rows if key_rows is None else key_rows, on_batch=on_batch)
     mixers = [layer.mixer for layer in layers if layer.mixer is not None]
     saved = [{name: value.clone() for name, value in mixer.state_dict().items()} for mixer in mixers]

@@ -177,7 +177,7 @@ def _check_target(target: Path) -> None:
 
 
 def _check_finite(model: PreTrainedModel) -> None:
-    broken = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
+    broken = [name for name, tensor in model.state_dict().items() if not torch.isfinite(tensor).all()]
     if broken:
         raise TrainingError(
             f"{len(broken)} tensors hold NaN or infinite values, first {broken[0]}; nothing was written. "
@@ -188,9 +188,11 @@ def _check_finite(model: PreTrainedModel) -> None:
 def _check_written(model: PreTrainedModel, folder: Path) -> None:
     """Compare the files with the model: a tensor that is lost or renamed would be initialised anew when loaded."""
     written = read_shapes(folder)
-    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    wrong = [name for name, shape in wanted.items() if written.get(name) != shape] + [
-        name for name in written if name not in model.state_dict()
+    state, buffers = model.state_dict(), dict(model.named_buffers())
+    # of weights that are tied the state has two names and the files one
+    wanted = dict(model.named_parameters()) | {name: tensor for name, tensor in state.items() if name in buffers}
+    wrong = [name for name, tensor in wanted.items() if written.get(name) != tuple(tensor.shape)] + [
+        name for name in written if name not in state
     ]
     if wrong:
         raise OutputError(f"the written checkpoint does not hold the model's tensors: {', '.join(wrong[:5])}")

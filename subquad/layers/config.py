@@ -57,7 +57,7 @@ class MixerConfig(BaseModel):
         offset: learned per-head constant c added to the score before a power: `(x + c) ** order`.
         temperature: learned per-head factor on the score.
         center_keys: subtract from the far part's keys, after RoPE, their mean per key/value head, which calibration
-            sets (0 at the start). Softmax does not see it; a power does.
+            sets (0 before it) and training leaves. Softmax does not see it; a power does.
         qk_maps: learned head_dim x head_dim maps per head on the far part's q and k (identity at start, mergeable).
         window: number of last tokens scored exactly; 0 is the pure mixer of the papers.
         sinks: number of first tokens of a document scored exactly and never decayed.
@@ -136,6 +136,8 @@ class MixerConfig(BaseModel):
                 problems.append(
                     f"decay_timescale must be (shortest, longest) with 0 < shortest <= longest, got {short, long}"
                 )
+        if self.center_keys and self.order == 0 and self.score in ("power", "taylor"):
+            problems.append("center_keys: true with order: 0, whose weights do not depend on the keys")
         if self.sinks and not self.window:
             problems.append(f"sinks: {self.sinks} needs window > 0: sinks share the window's softmax")
         if self.kept_keys and not self.window and self.score != "softmax":
@@ -235,6 +237,10 @@ class MixerConfig(BaseModel):
             problems.append(
                 f"window: {self.window} with causal: false: a window is of the last tokens, and what leaves it enters "
                 "a state that later tokens read; use window: 0"
+            )
+        if self.center_keys:
+            problems.append(
+                "center_keys: true with causal: false: calibration sets the mean key, and it is for decoders"
             )
         if self.precision != "default":
             problems.append(

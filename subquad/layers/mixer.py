@@ -117,19 +117,24 @@ class Mixer(nn.Module):
         """
         config, buffers = self.config, inputs.buffers
         gate = None if self.gate is None else self.gate(inputs.hidden_states).view(inputs.q.shape)
+        near = None
         if config.window:
-            return self._beside_window(inputs, self.exact_part(inputs, reach) if exact is None else exact, gate)
-        rank = self._visible_tokens(inputs) if config.counts_tokens else None
-        far = self.far_heads(inputs, rank)
-        written = FarStream(far.k, far.v, far.log_decay, inputs.real(), far.write)
+            exact = self.exact_part(inputs, reach) if exact is None else exact
+            near = exact.near
+            # Nobody reads the far part of the control, or without a cache that of a window longer than the input.
+            if exact.reach != "all" or (buffers is None and config.window >= inputs.q.shape[1]):
+                return MixerParts(None, None, near, gate=gate)
+        far, written, tokens = self.far_stream(inputs, exact)
         if config.score == "exp":
             out, mass = self._attend_exactly(far.q, written, inputs), None
         else:
-            log_decay = reset_at_documents(far.log_decay, inputs.sequence, far.k)
-            out, mass = self._attend(far.q, written._replace(log_decay=log_decay), buffers)
+            out, mass = self._attend(far.q, written, buffers)
+        if near is not None:
+            assert tokens is not None, "a window counts tokens"
+            return MixerParts(out, mass, near, gate=gate, far_inputs=FarInputs(inputs.hidden_states, tokens))
         if config.normaliser == "count":
-            assert rank is not None, "a count needs positions"
-            out = out / rank.clamp_min(1)[..., None, None].to(out.dtype)
+            assert tokens is not None, "a count needs positions"
+            out = out / tokens.clamp_min(1)[..., None, None].to(out.dtype)
         return MixerParts(out, mass, None, self._skipped(far.skipped), gate)
 
     def exact_part(self, inputs: HeadInputs, reach: Reach = "all") -> ExactPart:
@@ -155,20 +160,31 @@ class Mixer(nn.Module):
             near = kept.attend(near, rotated[0], *leaving)
         return ExactPart(near, stream, kept, rotated, leaving, reach)
 
-    def _beside_window(self, inputs: HeadInputs, exact: ExactPart, gate: Tensor | None) -> MixerParts:
-        """Add the far part to the exact one, unless that is alone."""
-        config, buffers, stream = self.config, inputs.buffers, exact.stream
-        # Nobody reads the far part of the control, or without a cache that of a window longer than the input.
-        if exact.reach != "all" or (buffers is None and config.window >= inputs.q.shape[1]):
-            return MixerParts(None, None, exact.near, gate=gate)
-        shared = not far_stream_differs(config)
+    def far_stream(self, inputs: HeadInputs, exact: ExactPart | None) -> tuple[FarHeads, FarStream, Tensor | None]:
+        """Return the far part's heads, what each step writes into it, and how many tokens it holds.
+
+        Args:
+            inputs: the converted heads; their cache is updated.
+            exact: `exact_part` of the same inputs with `reach` all; None for a mixer without a window.
+
+        Returns:
+            The heads before their maps, the stream, and `[B, T]` tokens (below 1 where there are none yet; None where
+            nothing counts them).
+        """
+        config = self.config
+        if exact is None:
+            rank = self._visible_tokens(inputs) if config.counts_tokens else None
+            far = self.far_heads(inputs, rank)
+            log_decay = far.log_decay
+            if config.score != "exp":
+                log_decay = reset_at_documents(log_decay, inputs.sequence, far.k)
+            return far, FarStream(far.k, far.v, log_decay, inputs.real(), far.write), rank
+        stream, shared = exact.stream, not far_stream_differs(config)
         far = self.far_heads(inputs, stream.rank, exact.rotated)
         written = stream.delay(far.k, far.v, far.log_decay, far.write, exact.leaving if shared else None)
         if exact.kept is not None:
             written = exact.kept.reroute(written, shared)
-        out, mass = self._attend(far.q, written, buffers)
-        tokens = stream.rank - config.window - config.sinks - config.kept_keys
-        return MixerParts(out, mass, exact.near, gate=gate, far_inputs=FarInputs(inputs.hidden_states, tokens))
+        return far, written, stream.rank - config.window - config.sinks - config.kept_keys
 
     def _visible_tokens(self, inputs: HeadInputs) -> Tensor:
         """Count the real tokens that each position sees, `[B, T]`."""

@@ -58,6 +58,8 @@ def scratch_mixer(value: object) -> object:
         aids = _WITHOUT_AIDS if not value.get("window") else {"temperature": False, "qk_maps": False, "offset": False}
         value = {**aids, **rope, **value}
     mixer = resolve_section_mixer(value)
+    if isinstance(mixer, MixerConfig) and mixer.center_keys:
+        raise ValueError("center_keys: true is set by calibration to a teacher, and there is none; use false")
     if isinstance(mixer, MixerConfig) and mixer.decay != "none" and mixer.decay_timescale is None:
         return mixer.model_copy(update={"decay_timescale": _PAPER_STARTS[mixer.decay]})
     return mixer

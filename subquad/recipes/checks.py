@@ -59,7 +59,7 @@ def check_recipe_against(recipe: Recipe, hf_config: PretrainedConfig) -> None:
         elif not plan.added_parameters:
             problems += _untrainable(recipe)
         else:
-            problems += _short_rows(recipe, plan) + _key_problems(recipe, plan)
+            problems += _short_rows(recipe, plan) + _key_problems(recipe, plan) + _score_problems(recipe, plan)
     if problems:
         listed = "\n".join(f"  {line}" for line in problems)
         raise ConfigError(f"recipe {recipe.name} does not fit {recipe.model.source}:\n{listed}")
@@ -116,6 +116,24 @@ def _key_problems(recipe: Recipe, plan: ConversionPlan) -> list[str]:
             f"data.seq_len is {seq_len}, but scores of kept keys are fitted to tokens that have {MIN_FAR_QUERIES} "
             f"queries beyond the window, in rows of more than {shortest} tokens; raise it, or set "
             "calibrate.enabled=false"
+        )
+    return problems
+
+
+def _score_problems(recipe: Recipe, plan: ConversionPlan) -> list[str]:
+    """Find settings of the far part's score that nothing would act on."""
+    section, mixers, problems = recipe.calibrate, plan.mixers.values(), []
+    if section.fit_maps and not section.enabled:
+        problems.append("calibrate.fit_maps: true with calibrate.enabled: false: nothing is fitted; change one of them")
+    elif section.fit_maps and not any(mixer.feature_map == "learned" for mixer in mixers):
+        problems.append(
+            "calibrate.fit_maps: true, but no layer has a learned feature map to fit; set feature_map: learned and "
+            "feature_dim in convert.mixer, or fit_maps: false"
+        )
+    if not section.enabled and any(mixer.center_keys for mixer in mixers):
+        problems.append(
+            "center_keys: true with calibrate.enabled: false: calibration sets the mean keys, which would stay 0; "
+            "change one of them"
         )
     return problems
 

@@ -9,6 +9,7 @@ from subquad.convert.export import export_student
 from subquad.convert.plan import plan_conversion
 from subquad.convert.score_fit import ScoreFit, fit_scores
 from subquad.convert.surgery import apply_plan
+from subquad.errors import TrainingError
 from subquad.layers import converted_layers, resolve_mixer
 from subquad.layers.sequence import SequenceInfo
 from tests.convert.test_key_scores import inputs_of
@@ -216,6 +217,13 @@ def test_nothing_to_fit_runs_nothing():
     with pytest.warns(UserWarning, match=r"layers \[0, 1\] stay as they were: 25 tokens reach the far part"):
         assert fit_scores(model, [{"input_ids": tiny_tokens(1, 35)}], maps=True)
     assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+
+
+def test_a_mean_key_that_is_not_finite_is_not_exported(tmp_path):
+    model = convert()
+    converted_layers(model)[1].mixer.score.key_center[0, 0] = float("nan")
+    with pytest.raises(TrainingError, match=r"1 tensors hold NaN.*layers\.1.*key_center"):
+        export_student(model, None, tmp_path / "s", CARD)
 
 
 @pytest.mark.parametrize("rope", ["keep", "drop"])

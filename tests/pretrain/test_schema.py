@@ -48,6 +48,11 @@ def test_parts_without_a_preset_keep_the_rotary_embedding():
     assert scratch_mixer("softmax") == resolve_mixer("softmax")
 
 
+def test_a_mean_key_needs_a_teacher():
+    found = "\n".join(problems(mixer={"preset": "2mamba", "center_keys": True}))
+    assert "set by calibration to a teacher, and there is none" in found
+
+
 def test_all_problems_come_in_one_message():
     found = problems(
         model={"hidden_size": 30, "num_heads": 4, "layers": 3},

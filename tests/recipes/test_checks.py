@@ -99,6 +99,25 @@ def test_mixers_have_nothing_to_learn_within_their_window(hf_config, sections, m
     check_recipe_against(recipe(convert=convert, stage1={"tokens": 0}), hf_config)
 
 
+CENTRED = {"preset": "2mamba", "window": 8, "center_keys": True}
+NARROW = {"preset": "2mamba", "window": 8, "qk_maps": False, "feature_map": "learned", "feature_dim": 4}
+
+
+@pytest.mark.parametrize(
+    "mixer, calibrate, message",
+    [
+        (CENTRED, {"enabled": False}, "center_keys: true with calibrate.enabled: false"),
+        (CENTRED, {"fit_maps": True}, "no layer has a learned feature map to fit"),
+        (NARROW, {"fit_maps": True, "enabled": False}, "calibrate.fit_maps: true with calibrate.enabled: false"),
+    ],
+)
+def test_what_calibration_would_not_set_is_refused(hf_config, mixer, calibrate, message):
+    with pytest.raises(ConfigError, match=message):
+        check_recipe_against(recipe(convert={"mixer": mixer}, calibrate=calibrate), hf_config)
+    check_recipe_against(recipe(convert={"mixer": CENTRED}), hf_config)
+    check_recipe_against(recipe(convert={"mixer": NARROW}, calibrate={"fit_maps": True}), hf_config)
+
+
 KEEPING = {"preset": "2mamba", "window": 8, "kept_keys": 8}
 
 

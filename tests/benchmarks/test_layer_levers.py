@@ -101,6 +101,21 @@ def test_wrong_levers_are_named(study_file, tmp_path, monkeypatch, capsys):
     assert "no lever bass" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="kept_keys"):
         start(monkeypatch, study_file, "--output", tmp_path / "x", "--set", "base.kept_keys=-1")
+    with pytest.raises(SystemExit, match="fit_maps names narow, which no lever is called"):
+        start(monkeypatch, study_file, "--output", tmp_path / "x", "--set", "fit_maps=[narow]")
+
+
+def test_fitted_maps_start_elsewhere(study_file, tmp_path, monkeypatch):
+    narrow = {"qk_maps": False, "feature_map": "learned", "feature_dim": 4}
+    content = yaml.safe_load(study_file.read_text())
+    content |= {"levers": {"narrow": narrow, "fitted": narrow}, "fit_maps": ["fitted"], "layers": [1], "epochs": 1}
+    study_file.write_text(yaml.safe_dump(content))
+    start(monkeypatch, study_file, "--output", tmp_path / "out")
+    rows = read(tmp_path / "out")
+    assert [row["fit_maps"] for row in rows.values()] == [False, True]
+    assert rows["narrow", 1]["calibrated"] != rows["fitted", 1]["calibrated"]
+    # one layer has no spread
+    assert "(sd" not in (tmp_path / "out" / "table.md").read_text()
 
 
 def test_shapes_of_the_window(study_file, monkeypatch, capsys):

@@ -119,6 +119,15 @@ def test_means_over_seeds_are_paired_with_the_first_arm(study_file, tmp_path, mo
     ]
 
 
+def test_arms_without_a_common_length_are_named(study_file, tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    run(study_file, folder, "--arms", "far", monkeypatch=monkeypatch)
+    row = next(study.finished_rows(study.load_study(study_file, []), folder))
+    without = dataclasses.replace(row, results=row.results.model_copy(update={"cache_bytes": None}))
+    with pytest.raises(ConfigError, match="no length has the cache's bytes of every arm"):
+        render_table("two", [row, without])
+
+
 def test_intervals_of_the_plots(study_file, tmp_path, monkeypatch):
     folder = tmp_path / "out"
     run(study_file, folder, "--arms", "far", monkeypatch=monkeypatch)

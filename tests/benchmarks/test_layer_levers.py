@@ -112,7 +112,7 @@ def test_fitted_maps_start_elsewhere(study_file, tmp_path, monkeypatch):
     study_file.write_text(yaml.safe_dump(content))
     start(monkeypatch, study_file, "--output", tmp_path / "out")
     rows = read(tmp_path / "out")
-    assert [row["fit_maps"] for row in rows.values()] == [False, True]
+    assert {lever: row["fit_maps"] for (lever, _), row in rows.items()} == {"narrow": False, "fitted": True}
     assert rows["narrow", 1]["calibrated"] != rows["fitted", 1]["calibrated"]
     # one layer has no spread
     assert "(sd" not in (tmp_path / "out" / "table.md").read_text()

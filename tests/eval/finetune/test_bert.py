@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -22,14 +21,6 @@ from tests.eval.toy_glue import FILLERS, SIGNALS, write_pairs, write_sst2
 from tests.tiny_bert import tiny_bert, word_tokenizer
 
 TOKENIZER = word_tokenizer(FILLERS + SIGNALS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _frozen_heap():
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def student(kind=BertForPreTraining, preset="cottention"):

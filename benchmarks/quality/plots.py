@@ -95,15 +95,14 @@ def _plot(
     path: Path,
     note: str = "",
 ) -> Path:
-    """Draw one value over bytes; `lines` are what models without a place on the axis have."""
+    """Draw one value over bytes, a colour per group; `lines` are what models without a place on the axis have."""
     length = longest(rows)
     title = f"{path.stem.removeprefix('frontier-').capitalize()} against bytes of the cache"
     figure, axes = new_figure(
         title, f"Cache at {length:,} tokens (MiB); dotted: the teacher's; bars: a standard error{note}", label
     )
     groups = list(dict.fromkeys(rows[index].group for index in points))
-    named: set[str] = set()
-    # labels of neighbours stand above and below in turn
+    # points are numbered by size, above and below in turn; the legend says what they are
     by_size = sorted(points, key=lambda index: rows[index].cache_bytes(length) or 0)
     for place, index in enumerate(by_size):
         row, (value, error), below = rows[index], points[index], place % 2
@@ -111,16 +110,9 @@ def _plot(
         color, marker = _COLORS[which], _MARKERS[turn % len(_MARKERS)]
         size = (row.cache_bytes(length) or 0) / _MIB
         style = {"marker": marker, "color": color, "linestyle": "none", "elinewidth": 1, "capsize": 2}
-        axes.errorbar([size], [value], yerr=[error], label=None if row.group in named else row.group, **style)
-        named.add(row.group)
-        axes.annotate(
-            row.label,
-            (size, value),
-            textcoords="offset points",
-            xytext=(5, -10 if below else 4),
-            fontsize=7,
-            color=color,
-        )
+        axes.errorbar([size], [value], yerr=[error], label=f"{place + 1}  {row.label}", **style)
+        offset = (5, -10 if below else 4)
+        axes.annotate(str(place + 1), (size, value), textcoords="offset points", xytext=offset, fontsize=8, color=color)
     for (name, height), style in zip(lines.items(), ("-", "--"), strict=False):
         axes.axhline(height, color=BLACK, linewidth=1, linestyle=style, label=name)
     axes.axvline(kv_bytes(rows[0], length) / _MIB, color=BLACK, linewidth=1, linestyle=":")

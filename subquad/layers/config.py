@@ -63,6 +63,8 @@ class MixerConfig(BaseModel):
         sinks: number of first tokens of a document scored exactly and never decayed.
         kept_keys: tokens per key/value head that stay exact when they leave the window, those with the keys of highest
             score (`kept_keys.py`); what they push out goes to the far part.
+        kept_recency: how much higher a token's score is for every 1,000 tokens that it stands later in its document, so
+            that old tokens make room in long texts; 0 keeps the best whatever their age.
         mix_reference: unit of the far part's weight. `near`: far weights are multiples of the window's own mass
             (robust where logits are large); `absolute`: the score as it is.
         mix_by_mass: the far part's weight also follows, by learned per-head exponents, the window's mass, the far
@@ -104,6 +106,7 @@ class MixerConfig(BaseModel):
     window: Annotated[int, Field(ge=0)] = 0
     sinks: Annotated[int, Field(ge=0)] = 0
     kept_keys: Annotated[int, Field(ge=0)] = 0
+    kept_recency: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     mix_reference: Literal["near", "absolute"] = "near"
     mix_by_mass: bool = False
     mix_by_input: bool = False
@@ -142,6 +145,8 @@ class MixerConfig(BaseModel):
             problems.append(f"sinks: {self.sinks} needs window > 0: sinks share the window's softmax")
         if self.kept_keys and not self.window and self.score != "softmax":
             problems.append(f"kept_keys: {self.kept_keys} needs window > 0: kept keys share the window's softmax")
+        if self.kept_recency and not self.kept_keys and self.score != "softmax":
+            problems.append(f"kept_recency: {self.kept_recency:g} orders kept keys, and kept_keys is 0")
         if self.feature_map == "learned" and self.qk_maps:
             problems.append("qk_maps: true beside feature_map: learned, which has maps of its own")
         if self.conv_activation != "none" and self.conv_width == 1:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from subquad.kernels import WindowOutput
 from subquad.kernels.kept import choose_kept, join_exact, kept_attention, take_tokens
+from subquad.layers.config import MixerConfig
 from subquad.layers.geometry import LayerGeometry
 from subquad.layers.inputs import HeadInputs
 from subquad.layers.stream import FarStream, WindowStream, shift_through
@@ -81,18 +82,22 @@ def token_features(inputs: HeadInputs) -> Tensor:
 class KeptStream:
     """The kept keys of one call: which they are at every step, attention to them, and what the far part gets."""
 
-    def __init__(self, size: int, score: KeyScore, inputs: HeadInputs, stream: WindowStream) -> None:
+    def __init__(self, config: MixerConfig, score: KeyScore, inputs: HeadInputs, stream: WindowStream) -> None:
         """Choose.
 
         Args:
-            size: keys kept per key/value head.
+            config: how many keys are kept per key/value head, and how much later ones are preferred.
             score: of a token.
             inputs: the converted heads; their cache is updated.
             stream: the window, which has not moved on yet.
         """
-        self.size, self.buffers = size, inputs.buffers
-        window, num_new = stream.window, inputs.k.shape[1]
-        scores = shift_through(score(inputs), window, "window_scores", self.buffers)[:, :num_new]
+        self.size, self.buffers = config.kept_keys, inputs.buffers
+        window, num_new, size = stream.window, inputs.k.shape[1], self.size
+        scores = score(inputs)
+        if config.kept_recency:
+            # a score in itself does not change: the order of two tokens is the same at every later one
+            scores = scores + (config.kept_recency / 1000.0) * stream.rank[..., None]
+        scores = shift_through(scores, window, "window_scores", self.buffers)[:, :num_new]
         offered = scores.masked_fill(~stream.leaving[..., None], float("-inf"))
         before = offered.new_full((offered.shape[0], size, offered.shape[2]), float("-inf"))
         if self.buffers is not None:

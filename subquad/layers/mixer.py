@@ -152,7 +152,7 @@ class Mixer(nn.Module):
         rotated = inputs.rotate(inputs.q, inputs.k)
         kept = None
         if self.key_score is not None and reach != "window_only":
-            kept = KeptStream(config.kept_keys, self.key_score, inputs, stream)
+            kept = KeptStream(config, self.key_score, inputs, stream)
         read = kept is not None or not far_stream_differs(config)
         leaving = stream.peek(rotated[1], inputs.v) if read else None
         near = stream.near(*rotated, inputs.v)

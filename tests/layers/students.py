@@ -24,6 +24,7 @@ MIXERS = {
     "taylor-3-write-pure": {"preset": "taylor-pure", "order": 3, "write_gate": True},
     "taylor-1-mix": {"preset": "taylor", "order": 1, "window": 8, "mix_by_mass": True, "mix_reference": "absolute"},
     "2mamba-kept": {"preset": "2mamba", "window": 8, "sinks": 2, "kept_keys": 3},
+    "2mamba-kept-recent": {"preset": "2mamba", "window": 6, "sinks": 2, "kept_keys": 4, "kept_recency": 300.0},
     "2mamba-kept-head": {"preset": "2mamba", "window": 4, "kept_keys": 1, "exact_kv_heads": [1], "mix_by_mass": True},
     "2mamba-kept-write": {"preset": "2mamba", "window": 5, "sinks": 1, "kept_keys": 7, "write_gate": True},
     "taylor-kept": {"preset": "taylor", "window": 3, "kept_keys": 4, "sinks": 2},

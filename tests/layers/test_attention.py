@@ -71,6 +71,25 @@ def test_a_store_for_every_token_is_the_teacher(teacher, far):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("packed", [False, True])
+def test_recency_alone_keeps_the_last_tokens(packed):
+    """As a window that is longer by so much; a little of it changes some choices."""
+    parts = {"preset": "2mamba", "window": 5, "sinks": 2}
+    positions = torch.cat([torch.arange(17), torch.arange(23)])[None].expand(2, -1) if packed else None
+
+    def exact(**changes):
+        model = convert(tiny_teacher(), {**parts, **changes})
+        with attention_mode(model, "exact_only"):
+            return model(tokens(), position_ids=positions).logits
+
+    longer, only_recent = exact(window=9), exact(kept_keys=4, kept_recency=1e6)
+    torch.testing.assert_close(only_recent, longer, atol=1e-4, rtol=1e-4)
+    best, mixed = exact(kept_keys=4), exact(kept_keys=4, kept_recency=100.0)
+    for first, second in ((best, longer), (best, mixed), (mixed, longer)):
+        assert relative(first, second) > 1e-3
+
+
+@torch.no_grad()
 def test_undo_is_bit_equal(teacher):
     ids = tokens()
     expected, weight = teacher(ids).logits, teacher.model.layers[0].self_attn.q_proj.weight

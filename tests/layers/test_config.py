@@ -22,6 +22,7 @@ def test_all_problems_in_one_message():
         ({"score": "power", "decay": "softplus", "decay_timescale": (128, 64)}, ["shortest"]),
         ({"score": "power", "sinks": 4}, ["sinks", "window"]),
         ({"score": "power", "feature_map": "learned"}, ["feature_dim"]),
+        ({"score": "power", "window": 4, "kept_recency": 1.0}, ["orders kept keys, and kept_keys is 0"]),
         ({"score": "exp", "center_keys": True}, ["takes out again"]),
         ({"score": "taylor", "order": 0, "center_keys": True}, ["do not depend on the keys"]),
         ({"score": "taylor", "center_keys": True, "causal": False}, ["calibration sets the mean"]),

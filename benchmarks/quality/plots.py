@@ -51,7 +51,7 @@ def plot_frontier(rows: Sequence[Row], folder: Path) -> list[Path]:
         **({"window alone, at most": max(controls)} if controls else {}),
     }
     shown = {index: point for index, point in loss.items() if point.value <= limit}
-    note = _named(rows, {index: point for index, point in loss.items() if index not in shown})
+    note = _left_out(rows, loss, shown)
     paths = [_plot(rows, shown, lines, "Loss (nats per token)", folder / "frontier-loss.png", note)]
     found = {index: needle_point(row, "student") for index, row in enumerate(rows)}
     needle = {index: point for index, point in found.items() if point is not None}
@@ -59,7 +59,7 @@ def plot_frontier(rows: Sequence[Row], folder: Path) -> list[Path]:
         teacher = needle_point(rows[next(iter(needle))], "teacher")
         lines = {} if teacher is None else {"teacher": teacher.value}
         shown = {index: point for index, point in needle.items() if point.value >= _LEAST_LOG_PROBABILITY}
-        note = _named(rows, {index: point for index, point in needle.items() if index not in shown})
+        note = _left_out(rows, needle, shown)
         label = "Log probability of the key, mean (nats)"
         paths.append(_plot(rows, shown, lines, label, folder / "frontier-needle.png", note))
     return paths
@@ -81,9 +81,9 @@ def needle_point(row: Row, model: str) -> Point | None:
     return Point(fmean(needle.key_logprob or 0.0 for needle in found), error)
 
 
-def _named(rows: Sequence[Row], beyond: dict[int, Point]) -> str:
+def _left_out(rows: Sequence[Row], found: dict[int, Point], shown: dict[int, Point]) -> str:
     """Say what lies too far off to be shown."""
-    named = [f"{rows[index].label} {point.value:.2f}" for index, point in beyond.items()]
+    named = [f"{rows[index].label} {point.value:.2f}" for index, point in found.items() if index not in shown]
     return f"\nnot shown: {', '.join(named)}" if named else ""
 
 

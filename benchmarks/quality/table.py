@@ -35,7 +35,7 @@ def render_table(name: str, rows: Sequence[Row]) -> str:
         _losses(rows, length),
     ]
     if len({row.seed for row in rows}) > 1:
-        parts += [f"## Means over seeds; difference from {first_arm(rows)}, paired by seed", _means(rows)]
+        parts += [f"## Means over seeds; difference from {rows[0].label}, paired by seed", _means(rows)]
     if any(row.needle for row in rows):
         parts += ["## Needle: share of exact answers / log probability of the key", _needles(rows)]
     return "\n\n".join(parts) + "\n"
@@ -77,18 +77,13 @@ def _losses(rows: Sequence[Row], length: int) -> str:
     return "\n".join(lines)
 
 
-def first_arm(rows: Sequence[Row]) -> str:
-    """Return the label of the arm that the others are compared with."""
-    return rows[0].label
-
-
 def _means(rows: Sequence[Row]) -> str:
     """Return a line per arm: means over its seeds, and the mean difference from the first arm with the same seeds."""
     arms: dict[str, dict[int, Row]] = {}
     for row in rows:
         arms.setdefault(row.arm, {})[row.seed] = row
     base = arms[rows[0].arm]
-    heads = ["arm", "seeds", "student", f"− {first_arm(rows)}", "gap closed", "far part off"]
+    heads = ["arm", "seeds", "student", f"− {rows[0].label}", "gap closed", "far part off"]
     lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
     for found in arms.values():
         losses = [row.results.loss for row in found.values()]
@@ -110,10 +105,8 @@ def _number(value: float | None) -> str:
 
 
 def _difference(row: Row) -> str:
-    for pair in row.results.differences:
-        if (pair.first, pair.second) == ("student", "window_only"):
-            return with_error(pair.difference, pair.standard_error, sign="+")
-    return "–"
+    pair = row.results.difference("student", "window_only")
+    return "–" if pair is None else with_error(pair.difference, pair.standard_error, sign="+")
 
 
 def _text(row: Row, task: str) -> str:

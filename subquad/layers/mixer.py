@@ -25,6 +25,7 @@ from subquad.layers.stream import (
     past_stream,
     remember_stream,
     reset_at_documents,
+    visible_tokens,
 )
 from subquad.layers.value_step import PositionValueStep, SoftplusValueStep
 
@@ -148,7 +149,7 @@ class Mixer(nn.Module):
             The exact part.
         """
         config = self.config
-        stream = WindowStream(inputs, self._visible_tokens(inputs), config.window, config.sinks)
+        stream = WindowStream(inputs, count_tokens(inputs), config.window, config.sinks)
         rotated = inputs.rotate(inputs.q, inputs.k)
         kept = None
         if self.key_score is not None and reach != "window_only":
@@ -173,7 +174,7 @@ class Mixer(nn.Module):
         """
         config = self.config
         if exact is None:
-            rank = self._visible_tokens(inputs) if config.counts_tokens else None
+            rank = visible_tokens(inputs, config.causal) if config.counts_tokens else None
             far = self.far_heads(inputs, rank)
             log_decay = far.log_decay
             if config.score != "exp":
@@ -185,13 +186,6 @@ class Mixer(nn.Module):
         if exact.kept is not None:
             written = exact.kept.reroute(written, shared)
         return far, written, stream.rank - config.window - config.sinks - config.kept_keys
-
-    def _visible_tokens(self, inputs: HeadInputs) -> Tensor:
-        """Count the real tokens that each position sees, `[B, T]`."""
-        if self.config.causal:
-            return count_tokens(inputs)
-        real = inputs.real()
-        return real.sum(1, keepdim=True).expand_as(real)
 
     def far_heads(
         self, inputs: HeadInputs, rank: Tensor | None, rotated: tuple[Tensor, Tensor] | None = None

@@ -101,6 +101,22 @@ def count_tokens(inputs: HeadInputs) -> Tensor:
     return rank
 
 
+def visible_tokens(inputs: HeadInputs, causal: bool) -> Tensor:
+    """Count the real tokens that each position sees.
+
+    Args:
+        inputs: the heads; `num_seen` of their cache is updated where a token sees the past only.
+        causal: whether it does; else it sees all tokens of its row.
+
+    Returns:
+        `[B, T]` int64.
+    """
+    if causal:
+        return count_tokens(inputs)
+    real = inputs.real()
+    return real.sum(1, keepdim=True).expand_as(real)
+
+
 class WindowStream:
     """The exact part of one call: which tokens are sinks, which the window sees, which the far part may take.
 

@@ -13,7 +13,7 @@ from subquad.eval.data_files import MissingFilesError
 from subquad.eval.glue import LM_EVAL_TASKS, glue_average, glue_metrics, load_glue_task
 from subquad.eval.harness import tasks
 from subquad.eval.records import EvalRecord, Metric
-from tests.eval.harness.test_units import PROVENANCE
+from tests.eval.provenance import tiny_provenance
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "glue"
 MNLI_HEADER = "index\tpromptID\tpairID\tgenre\tsentence1\tsentence2\tlabel1\tgold_label\n"
@@ -130,7 +130,7 @@ def test_real_files_have_the_hubs_number_of_rows():
 
 def record(task, model, error=0.02, **metrics):
     made = {name: Metric(value=value, standard_error=error, num=10) for name, value in metrics.items()}
-    return EvalRecord(task=task, model=model, metrics=made, settings={}, provenance=PROVENANCE)
+    return EvalRecord(task=task, model=model, metrics=made, settings={}, provenance=tiny_provenance())
 
 
 def test_average_is_over_tasks_and_names_what_it_lacks():

@@ -20,24 +20,10 @@ from subquad.eval.harness import paired_difference, uncertainty
 from subquad.eval.harness.library import WarningNotes, collected_warnings
 from subquad.eval.harness.local import load_local, load_text, text_task_name
 from subquad.eval.harness.record import Outcome, add_standard_errors, build_record
-from subquad.eval.records import EvalRecord, Metric, Provenance
+from subquad.eval.records import EvalRecord, Metric
+from tests.eval.provenance import tiny_provenance
 
 GENERATOR = np.random.default_rng(0)
-PROVENANCE = Provenance(
-    weights="0",
-    checkpoint="tiny",
-    mode=None,
-    versions={},
-    commit=None,
-    device="cpu",
-    dtype="float32",
-    seed=0,
-    batch_size=1,
-    prompts_hash="",
-    command="",
-    created="",
-    wall_seconds=0.0,
-)
 
 
 def pairs(num, classes=2, skill=0.5):
@@ -123,7 +109,12 @@ def test_paired_difference_of_correlations_is_that_of_drawn_documents(tmp_path):
         details = {"samples_file": f"{name}.jsonl"}
         models.append(
             EvalRecord(
-                task="cola", model=name, metrics={"mcc": metric}, settings={}, details=details, provenance=PROVENANCE
+                task="cola",
+                model=name,
+                metrics={"mcc": metric},
+                settings={},
+                details=details,
+                provenance=tiny_provenance(),
             )
         )
     found = paired_difference(tmp_path, *models, "mcc")
@@ -152,7 +143,7 @@ def choice(doc_id, target, answers, **scores):
 
 
 def record(outcome):
-    return build_record(outcome, model="teacher", settings={}, notes=[], details={}, provenance=PROVENANCE)
+    return build_record(outcome, model="teacher", settings={}, notes=[], details={}, provenance=tiny_provenance())
 
 
 def test_missing_numbers_are_named_and_never_zero():

@@ -10,28 +10,15 @@ import pytest
 from subquad.errors import ConfigError
 from subquad.eval.niah import NiahSettings, axis_table, difference_table, plots, write_niah_plots
 from subquad.eval.niah.cells import Cell
-from subquad.eval.records import EvalRecord, Metric, Provenance
+from subquad.eval.records import EvalRecord, Metric
+from tests.eval.provenance import tiny_provenance
 
 LENGTHS, DEPTHS = (256, 512, 1024), (0.0, 0.5, 1.0)
 
 
 def make_record(model, cells, **changes):
     settings = NiahSettings(lengths=LENGTHS, depths=DEPTHS, samples=4, **changes)
-    provenance = Provenance(
-        weights="0",
-        checkpoint="folder",
-        mode=None,
-        versions={},
-        commit=None,
-        device="cpu",
-        dtype="float32",
-        seed=0,
-        batch_size=1,
-        prompts_hash="same",
-        command="x",
-        created="2030-01-01T00:00:00+00:00",
-        wall_seconds=1.0,
-    )
+    provenance = tiny_provenance(prompts_hash="same", created="2030-01-01T00:00:00+00:00")
     return EvalRecord(
         task=settings.task,
         model=model,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from subquad.eval.niah.cells import Group, cells_of, group_cells
+from subquad.eval.niah.cells import Cell, Group, cells_of, group_cells
 from subquad.eval.records import EvalRecord, load_records
 from subquad.eval.results import Results
 from subquad.eval.storage import load_results
@@ -23,12 +25,14 @@ class Needle:
         key_logprob: mean log probability of the key, nats; None where it was not scored.
         num: prompts.
         key_logprob_error: standard error of that mean over prompts; None for a single one.
+        by_distance: mean log probability of the key by the tokens between its last statement and the answer.
     """
 
     accuracy: float | None
     key_logprob: float | None
     num: int
     key_logprob_error: float | None = None
+    by_distance: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,22 +115,26 @@ def read_row(run_dir: Path, *, arm: str, label: str, group: str, changes: dict[s
         seed=results.seed,
         changes=changes,
         results=results,
-        needle={record.model: _needle(record) for record in records if record.task.startswith("niah")},
+        needle={record.model: needle_of(record) for record in records if record.task.startswith("niah")},
         texts=_texts(records),
         exact_kv_heads={int(layer): tuple(heads) for layer, heads in chosen.get("exact_kv_heads", {}).items()},
     )
 
 
-def _needle(record: EvalRecord) -> dict[int, Needle]:
-    return {int(group.at): _found(group) for group in group_cells(cells_of(record), "length")}
+def needle_of(record: EvalRecord) -> dict[int, Needle]:
+    """Return what a record of the needle says, by length."""
+    cells = cells_of(record)
+    return {int(group.at): _found(group, cells) for group in group_cells(cells, "length")}
 
 
-def _found(group: Group) -> Needle:
+def _found(group: Group, cells: Sequence[Cell]) -> Needle:
+    scored = {round(cell.distance): cell.log_probs for cell in cells if cell.length == group.at and cell.log_probs}
     return Needle(
         accuracy=None if group.accuracy is None else group.accuracy.value,
         key_logprob=None if group.key_logprob is None else group.key_logprob.value,
         num=next(score.num for score in (group.accuracy, group.key_logprob) if score is not None),
         key_logprob_error=None if group.key_logprob is None else group.key_logprob.standard_error,
+        by_distance={distance: fmean(values) for distance, values in sorted(scored.items())},
     )
 
 

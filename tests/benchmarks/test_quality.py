@@ -10,13 +10,14 @@ import torch
 import yaml
 
 from benchmarks.quality import corpus, decode_loss, far_part, plots, study, teacher_text
-from benchmarks.quality.rows import Needle
+from benchmarks.quality.rows import Needle, needle_of
 from benchmarks.quality.table import render_table
 from subquad.errors import ConfigError
-from subquad.eval.records import load_records
+from subquad.eval.records import EvalRecord, load_records
 from subquad.layers import attention_mode, converted_layers
 from subquad.layers import resolve_mixer as mixer
 from tests.convert.tiny_checkpoints import write_hf
+from tests.eval.provenance import tiny_provenance
 from tests.layers.students import convert
 from tests.tiny_llama import tiny_teacher, tiny_tokens
 
@@ -138,6 +139,21 @@ def test_intervals_of_the_plots(study_file, tmp_path, monkeypatch):
     found = {512: Needle(1.0, -0.2, 3, 0.3), 1024: Needle(1 / 3, -3.0, 3, 0.4)}
     point = plots.needle_point(dataclasses.replace(row, needle={"student": found}), "student")
     assert point == pytest.approx((-1.6, 0.25))
+
+
+def test_the_needle_of_a_row_is_by_length_and_distance():
+    cells = [
+        {"length": 512, "depth": 0.0, "distance": 490.4, "exact": "10", "log_probs": [-1.0, -3.0]},
+        {"length": 512, "depth": 1.0, "distance": 20.0, "exact": "11", "log_probs": [-0.5, -0.5]},
+        {"length": 1024, "depth": 1.0, "distance": 20.0, "exact": "0"},
+    ]
+    record = EvalRecord(
+        task="niah", model="student", metrics={}, settings={}, provenance=tiny_provenance(), details={"cells": cells}
+    )
+    found = needle_of(record)
+    assert found[512].by_distance == {20: -0.5, 490: -2.0}
+    assert (found[512].accuracy, found[512].key_logprob, found[512].num) == (0.75, -1.25, 4)
+    assert (found[1024].by_distance, found[1024].key_logprob) == ({}, None)
 
 
 def test_a_finished_study_trains_nothing(study_file, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from subquad.errors import ConfigError
 from subquad.eval.records import EvalRecord, load_records
 from subquad.layers import attention_mode, converted_layers
 from subquad.layers import resolve_mixer as mixer
+from subquad.recipes import runner
 from tests.convert.tiny_checkpoints import write_hf
 from tests.eval.provenance import tiny_provenance
 from tests.layers.students import convert
@@ -162,11 +163,25 @@ def test_a_finished_study_trains_nothing(study_file, tmp_path, monkeypatch):
     before = (folder / "rows.jsonl").read_text()
 
     def refuse(*args, **kwargs):
-        raise AssertionError("an arm ran again")
+        raise AssertionError("a stage ran again")
 
-    monkeypatch.setattr(study, "run_recipe", refuse)
+    monkeypatch.setattr(runner, "_run_stage", refuse)
     run(study_file, folder, monkeypatch=monkeypatch)
     assert (folder / "rows.jsonl").read_text() == before
+
+
+def test_a_finished_arm_with_other_values_is_not_taken_for_the_asked_one(study_file, tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    run(study_file, folder, "--arms", "far", monkeypatch=monkeypatch)
+    before = json.loads((folder / "rows.jsonl").read_text())
+    with pytest.raises(SystemExit, match=r"stage2\.tokens"):
+        run(study_file, folder, "--arms", "far", "--set", "stage2.tokens=32", monkeypatch=monkeypatch)
+    assert json.loads((folder / "rows.jsonl").read_text()) == before
+    # the suite may change: its tasks are measured, nothing is trained
+    run(study_file, folder, "--arms", "far", "--set", "eval.suite.loss.tokens=32", monkeypatch=monkeypatch)
+    after = json.loads((folder / "rows.jsonl").read_text())
+    assert after["texts"]["loss"]["student"] != before["texts"]["loss"]["student"]
+    assert after["loss"] == before["loss"]
 
 
 def test_wrong_arms_are_found_before_anything_runs(study_file, tmp_path, monkeypatch, capsys):

@@ -127,7 +127,8 @@ def run_study(study: Study, folder: Path, arms: Sequence[str]) -> None:
             # the tasks come last: what other arms know of teacher and control by then is handed over
             if not RunFolder(recipe.run_dir).finished("evaluate"):
                 run_recipe(recipe, last_stage="evaluate")
-            share_references(folder, recipe.run_dir)
+            if recipe.eval.suite is not None:
+                share_references(folder, recipe.run_dir)
             # of a finished arm this checks the recipe: other values are refused, other tasks of `eval.suite` measured
             run_recipe(recipe)
         except FolderInUseError:

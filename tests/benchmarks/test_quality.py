@@ -184,6 +184,14 @@ def test_a_finished_arm_with_other_values_is_not_taken_for_the_asked_one(study_f
     assert after["loss"] == before["loss"]
 
 
+def test_an_arm_without_a_suite_has_no_records_of_other_arms(study_file, tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    run(study_file, folder, "--arms", "far", monkeypatch=monkeypatch)
+    run(study_file, folder, "--arms", "heads", "--set", "eval.suite=null", monkeypatch=monkeypatch)
+    rows = {row.arm: row for row in study.finished_rows(study.load_study(study_file, []), folder)}
+    assert rows["far"].texts and not rows["heads"].texts
+
+
 def test_wrong_arms_are_found_before_anything_runs(study_file, tmp_path, monkeypatch, capsys):
     content = yaml.safe_load(study_file.read_text())
     content["arms"]["heads"]["changes"] = {"convert": {"exact_heads": {}}}

@@ -189,7 +189,8 @@ def test_an_arm_without_a_suite_has_no_records_of_other_arms(study_file, tmp_pat
     run(study_file, folder, "--arms", "far", monkeypatch=monkeypatch)
     run(study_file, folder, "--arms", "heads", "--set", "eval.suite=null", monkeypatch=monkeypatch)
     rows = {row.arm: row for row in study.finished_rows(study.load_study(study_file, []), folder)}
-    assert rows["far"].texts and not rows["heads"].texts
+    assert rows["far"].texts
+    assert not rows["heads"].texts
 
 
 def test_wrong_arms_are_found_before_anything_runs(study_file, tmp_path, monkeypatch, capsys):

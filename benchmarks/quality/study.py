@@ -125,9 +125,10 @@ def run_study(study: Study, folder: Path, arms: Sequence[str]) -> None:
         print(f"== {study.arms[arm].label or arm}, seed {seed}", flush=True)
         try:
             # the tasks come last: what other arms know of teacher and control by then is handed over
-            if not RunFolder(recipe.run_dir).finished("evaluate"):
+            run = RunFolder(recipe.run_dir)
+            if not run.finished("evaluate"):
                 run_recipe(recipe, last_stage="evaluate")
-            if recipe.eval.suite is not None:
+            if recipe.eval.suite is not None and not run.finished("suite"):
                 share_references(folder, recipe.run_dir)
             # of a finished arm this checks the recipe: other values are refused, other tasks of `eval.suite` measured
             run_recipe(recipe)
